@@ -1,0 +1,177 @@
+"""THE SEAM: what the core's runtime needs from the world, as Protocols of at most six verbs.
+
+Laws: a port is implemented by a real part and by the simulator's part, and both pass one conformance suite.
+A wait has a deadline; an outcome that is not known is reported as unknown, never guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Protocol
+
+import msgspec
+
+from emberkv.messages import Message
+
+COMMIT_OPERATIONS_MAX = 128
+"""Compares and puts are bounded each by this, which is etcd's default `--max-txn-ops`."""
+
+
+class Clock(Protocol):
+    """Local time. CLOCK_BOOTTIME on a real node: it advances in suspend, unlike CLOCK_MONOTONIC."""
+
+    def now_ns(self) -> int:
+        """Nanoseconds since an arbitrary origin; never goes back."""
+        ...
+
+
+class Rng(Protocol):
+    """Chance, so that a run can be replayed."""
+
+    def token(self, count: int) -> bytes:
+        """`count` random bytes."""
+        ...
+
+    def uniform(self) -> float:
+        """A float in [0, 1)."""
+        ...
+
+
+class Record(msgspec.Struct, frozen=True, gc=False):
+    """One key of the coordinator. `revision` is that of its last change (mod revision)."""
+
+    key: str
+    value: bytes
+    revision: int
+
+
+class Compare(msgspec.Struct, frozen=True, gc=False):
+    """Guard of a commit: the key's mod revision must equal `revision`; 0 means the key must be absent."""
+
+    key: str
+    revision: int
+
+
+class Write(msgspec.Struct, frozen=True, gc=False):
+    """One change of a commit; `value` None deletes the key."""
+
+    key: str
+    value: bytes | None
+
+
+class CommitStatus(Enum):
+    """COMMITTED and REFUSED are known; UNKNOWN may have happened and is resolved by reading back."""
+
+    COMMITTED = "committed"
+    REFUSED = "refused"
+    UNKNOWN = "unknown"
+
+
+class CommitResult(msgspec.Struct, frozen=True, gc=False):
+    """Outcome of a commit; `revision` is the store's after it (0 when unknown)."""
+
+    status: CommitStatus
+    revision: int = 0
+
+
+class Listing(msgspec.Struct, frozen=True):
+    """A consistent read of all records under a prefix, and the store revision it was taken at."""
+
+    records: tuple[Record, ...]
+    revision: int
+
+
+class WatchBatch(msgspec.Struct, frozen=True):
+    """Changes in revision order. `compacted` True: history was lost, list again and watch from there.
+
+    A deleted key has value b"" and is listed in `deleted`.
+    """
+
+    records: tuple[Record, ...]
+    deleted: tuple[str, ...]
+    revision: int
+    compacted: bool = False
+
+
+class Coordinator(Protocol):
+    """The one truth about who is alive and who owns what (design 4). Calls block up to `deadline_ms`.
+
+    Raises CoordinatorError when the store cannot answer in time.
+    """
+
+    def get(self, key: str, *, deadline_ms: int) -> Record | None:
+        """The key's record, or None."""
+        ...
+
+    def list(self, prefix: str, *, deadline_ms: int) -> Listing:
+        """All records whose key starts with `prefix`."""
+        ...
+
+    def commit(self, compares: Sequence[Compare], writes: Sequence[Write], *, deadline_ms: int) -> CommitResult:
+        """Atomically: if every compare holds, apply all writes at one new revision."""
+        ...
+
+    def watch(self, prefixes: Sequence[str], from_revision: int, *, deadline_ms: int) -> WatchBatch:
+        """Changes with revision >= `from_revision` under any prefix; waits up to the deadline, then empty."""
+        ...
+
+    def generation(self) -> int:
+        """High part of every epoch (types.EPOCH_GENERATION_SHIFT); rises when the store is created anew."""
+        ...
+
+    def close(self) -> None:
+        """Releases the store; later calls raise CoordinatorError."""
+        ...
+
+
+class Slot(Protocol):
+    """A place for one part's bytes in a tier. One owner; shared by reference count (runtime)."""
+
+    offset: int
+    length: int
+    refs: int
+    """Owners of the bytes: the entry, readers, senders. Only the core counts; 0 means released."""
+
+
+class Tier(Protocol):
+    """A place that holds bytes: reserve -> fill -> commit | abort (design 2)."""
+
+    def reserve(self, length: int) -> Slot | None:
+        """Room for `length` bytes, or None when there is none (the core then evicts)."""
+        ...
+
+    def view(self, slot: Slot) -> memoryview:
+        """Writable view of exactly `length` bytes."""
+        ...
+
+    def release(self, slot: Slot) -> None:
+        """Gives the room back; the slot must not be used again."""
+        ...
+
+    def usage(self) -> tuple[int, int]:
+        """(bytes used, bytes configured)."""
+        ...
+
+    def victim_helps(self, slot: Slot, length: int) -> bool:
+        """Would releasing `slot` make room for `length` bytes at once (same slot size)?"""
+        ...
+
+
+class Transport(Protocol):
+    """Sends to peers; completions come back as events. Never blocks the caller."""
+
+    def send(
+        self, peer: str, request: int, message: Message, payload: Sequence[memoryview], on_sent: Callable[[], None]
+    ) -> bool:
+        """Queues a message with its payload by reference. `on_sent` is called exactly once if True is returned, when
+        the payload is no longer needed. False: queue full or peer not connected."""
+        ...
+
+    def set_peers(self, peers: dict[str, str]) -> None:
+        """Names and TCP addresses of the peers to stay connected to."""
+        ...
+
+    def close(self) -> None:
+        """Ends all connections."""
+        ...
