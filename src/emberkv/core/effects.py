@@ -1,0 +1,118 @@
+"""Everything the core can ask the runtime to do, as plain data. The core's only output.
+
+Laws: effects are batches; slots in an effect carry one reference each, which whoever performs the effect gives back
+with event Unref (Fill: with PutFilled/ReplicaFilled, which pass the slots back implicitly).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from emberkv.messages import BlockInfo, Message, OfferReply, ReplicateReply
+from emberkv.ports import Compare, Slot, Write
+from emberkv.types import PutOutcome
+
+
+class Effect(msgspec.Struct):
+    """Base of all effects."""
+
+
+class Send(Effect):
+    """Send a message to a peer on its in-order stream, with the payload of `slots` behind it."""
+
+    peer: str
+    request: int
+    message: Message
+    slots: list[Slot]
+
+
+class Fetch(Effect):
+    """Read blocks from a peer; the outcome comes back as event Fetched."""
+
+    op: int
+    peer: str
+    indices: list[int]
+    keys: list[bytes]
+    session: bool
+    deadline_ns: int
+
+
+class Verify(Effect):
+    """Compute checksums of these slots and compare; the outcome comes back as event Verified."""
+
+    op: int
+    indices: list[int]
+    slots: list[Slot]
+    checksums: list[bytes]
+
+
+class Reserved(Effect):
+    """Answer to Reserve: one slot per length, None where there is no room."""
+
+    slots: list[Slot | None]
+
+
+class GetDone(Effect):
+    """A read ended. `slots[i]` is set exactly for hits."""
+
+    op: int
+    infos: list[BlockInfo]
+    slots: list[Slot | None]
+
+
+class ExistsDone(Effect):
+    """Answer to Exists: one MissReason number per key."""
+
+    op: int
+    reasons: list[int]
+
+
+class Fill(Effect):
+    """Read the bytes into these slots (None: the item is refused or carries no bytes; skip its bytes)."""
+
+    op: int
+    slots: list[Slot | None]
+
+
+class PutDone(Effect):
+    """A put ended. If `gate_ns` is set and has passed when the answer leaves, STORED becomes UNKNOWN: the lease ran
+    out between the store and the acknowledgement."""
+
+    op: int
+    outcomes: list[PutOutcome]
+    gate_ns: int = 0
+
+
+class ReplicaDone(Effect):
+    """A stream message was processed."""
+
+    op: int
+    reply: ReplicateReply
+
+
+class OfferDone(Effect):
+    """An offer was processed."""
+
+    op: int
+    reply: OfferReply
+
+
+class Commit(Effect):
+    """Commit at the coordinator; the outcome comes back as event Committed."""
+
+    op: int
+    compares: list[Compare]
+    writes: list[Write]
+
+
+class Connect(Effect):
+    """The set of peers changed: name -> TCP address."""
+
+    peers: dict[str, str]
+
+
+class Note(Effect):
+    """One line for the operator's log. `alarm` marks what must never happen."""
+
+    text: str
+    alarm: bool = False

@@ -1,0 +1,218 @@
+"""Who takes over when a node is gone, and who replaces its copies (design 4).
+
+    node:  ALIVE --(heartbeat still for ttl*(1+drift))--> SUSPECT --(commit live+1)--> DEAD
+             ^----------(heartbeat moved)-------------------+
+    shard: OWNED --(primary's liveness epoch not current)--> VACANT --(rank k waited k*2c, commit)--> OWNED, higher epoch
+
+Laws: the expiry commit compares the very revision at which its timer started. The timers restart when this observer
+itself was late. After a coordinator outage nobody is expired before `grace` of own successful commits. Vacancy is a
+level: it is looked at on every tick. In-sync replicas come first; a replica that joined after the owner record was
+written holds nothing it promised, so it does not count as in sync whatever the record says.
+"""
+
+from __future__ import annotations
+
+from emberkv.core import placement
+from emberkv.core.effects import Commit
+from emberkv.core.events import Committed
+from emberkv.core.lease import Lease
+from emberkv.core.state import SHARDS_PER_COMMIT, State
+from emberkv.core.view import HEARTBEAT_PREFIX, LIVE_PREFIX, ClusterView, encode_record, owner_key
+from emberkv.messages import LiveRecord, ShardOwner
+from emberkv.ports import CommitStatus, Compare, Write
+from emberkv.types import EPOCH_GENERATION_SHIFT, SHARDS
+
+GUARD_COMPARES_MAX = 8
+"""Own liveness plus the dead primaries named by one batch; with SHARDS_PER_COMMIT this fills one commit."""
+
+
+def truly_in_sync(view: ClusterView, shard: int) -> list[str]:
+    """In-sync replicas by record that live and have not restarted since the record was written."""
+    owner = view.owners[shard]
+    if owner is None:
+        return []
+    since = view.owner_revision[shard]
+    return [name for name in owner.in_sync if view.is_live(name) and view.live_revision[name] < since]
+
+
+def takers(view: ClusterView, shard: int, members: tuple[str, ...]) -> list[str]:
+    """Who may take a vacant shard, in order of rank."""
+    owner = view.owners[shard]
+    if owner is None:
+        return placement.ranked(shard, sorted({*members, *view.live_nodes()}))
+    order = truly_in_sync(view, shard)
+    order += [name for name in owner.replicas if view.is_live(name) and name not in order]
+    order += [name for name in placement.ranked(shard, view.live_nodes()) if name not in order]
+    return order
+
+
+def taken(view: ClusterView, shard: int, taker: str, liveness_epoch: int, factor: int, floor: int) -> ShardOwner:
+    """The record that makes `taker` primary: higher epoch, the live replicas kept, the best others added."""
+    owner = view.owners[shard]
+    old = owner.replicas if owner is not None else ()
+    former = owner.former if owner is not None else ()
+    kept = [name for name in old if name != taker and view.is_live(name)]
+    spare = [name for name in placement.ranked(shard, view.live_nodes()) if name != taker and name not in kept]
+    replicas = tuple([taker, *kept, *spare][:factor])
+    gone = tuple(name for name in old if name not in replicas)
+    epoch = max(owner.epoch if owner is not None else 0, view.epoch_seen[shard], floor) + 1
+    former = tuple(name for name in (*gone, *former) if name not in replicas)[:factor]
+    # Only the taker is sure to hold what it will speak for; the others are in sync again once repair has compared.
+    return ShardOwner(taker, liveness_epoch, epoch, replicas, (taker,), former)
+
+
+def reconciled(view: ClusterView, shard: int, factor: int, caught_up: set[str]) -> ShardOwner | None:
+    """The primary's own record with dead replicas replaced and caught-up ones in sync; None when it is right."""
+    owner = view.owners[shard]
+    assert owner is not None
+    alive = [name for name in owner.replicas if view.is_live(name)]
+    spare = [name for name in placement.ranked(shard, view.live_nodes()) if name not in alive]
+    replicas = tuple((alive + spare)[: max(factor, 1)])
+    sound = set(truly_in_sync(view, shard)) | {owner.primary} | caught_up
+    in_sync = tuple(name for name in replicas if name in sound)
+    if replicas == owner.replicas and in_sync == owner.in_sync:
+        return None
+    gone = tuple(name for name in owner.replicas if name not in replicas)
+    former = tuple(name for name in (*gone, *owner.former) if name not in replicas)[:factor]
+    return ShardOwner(owner.primary, owner.liveness_epoch, owner.epoch, replicas, in_sync, former)
+
+
+class Failover:
+    """Watches the others' heartbeats and takes what is vacant."""
+
+    def __init__(self, state: State, lease: Lease) -> None:
+        self.state = state
+        self.lease = lease
+        self.caught_up: dict[int, set[str]] = {}
+        """Replicas that repair found complete in this epoch, per shard; kept by repair."""
+        self._last_tick_ns = 0
+        self._timers_from_ns = 0
+        """Timers that started before this moment are void: this observer was late."""
+        self._expiring: dict[int, str] = {}
+        self._taking: dict[int, list[tuple[int, ShardOwner]]] = {}
+        self._busy: set[int] = set()
+        """Shards named by a commit in flight."""
+        self._vacant_since: dict[int, int] = {}
+        self._reconciled_ns = 0
+
+    def on_tick(self, now_ns: int) -> None:
+        """Looks at all levels once."""
+        settings = self.state.settings
+        if now_ns - self._last_tick_ns > settings.ttl_ns // 3:
+            self._timers_from_ns = now_ns
+        self._last_tick_ns = now_ns
+        if not self.lease.open(now_ns):
+            return
+        self._expire(now_ns)
+        self.take(now_ns)
+        if now_ns - self._reconciled_ns > settings.heartbeat_ns:
+            self._reconciled_ns = now_ns
+            self.reconcile()
+
+    def _expire(self, now_ns: int) -> None:
+        settings, view = self.state.settings, self.state.view
+        healthy_since = self.lease.healthy_since_ns
+        if healthy_since is None or now_ns - healthy_since < settings.grace_ns:
+            return
+        patience_ns = int(settings.ttl_ns * (1 + settings.drift))
+        for name in view.live_nodes():
+            beat = view.heartbeats.get(name)
+            if name == settings.name or beat is None or name in self._expiring.values():
+                continue
+            if now_ns - max(beat.seen_ns, self._timers_from_ns) > patience_ns:
+                self._commit_death(name, beat.revision)
+
+    def _commit_death(self, name: str, timed_revision: int) -> None:
+        view = self.state.view
+        record = view.live[name]
+        dead = LiveRecord(record.epoch + 1, record.incarnation, record.address, dead=True)
+        compares = [
+            self.lease.guard(),
+            Compare(LIVE_PREFIX + name, view.live_revision[name]),
+            Compare(HEARTBEAT_PREFIX + name, timed_revision),
+        ]
+        op = self.state.request_id()
+        self._expiring[op] = name
+        self.state.out.append(Commit(op, compares, [Write(LIVE_PREFIX + name, encode_record(dead))]))
+        self.state.note(f"node {name} has been silent for a whole lease: expiring it")
+
+    def take(self, now_ns: int) -> None:
+        """Takes the vacant shards whose turn it is; called on ticks and when records change."""
+        settings, view = self.state.settings, self.state.view
+        due: list[int] = []
+        for shard in range(SHARDS):
+            if not view.is_vacant(shard):
+                self._vacant_since.pop(shard, None)
+                continue
+            since = self._vacant_since.setdefault(shard, now_ns)
+            if shard in self._busy:
+                continue
+            order = takers(view, shard, settings.members)
+            if settings.name not in order:
+                continue
+            # At the first start the better ranked may still be on their way; later only a commit round is waited.
+            patience_ns = settings.ttl_ns // 2 if view.owners[shard] is None else 2 * settings.commit_ns
+            if now_ns - since >= order.index(settings.name) * patience_ns:
+                due.append(shard)
+        for start in range(0, len(due), SHARDS_PER_COMMIT):
+            self._commit_take(due[start : start + SHARDS_PER_COMMIT])
+
+    def _commit_take(self, shards: list[int]) -> None:
+        settings, view = self.state.settings, self.state.view
+        floor = settings.generation << EPOCH_GENERATION_SHIFT
+        guards = {LIVE_PREFIX + settings.name: self.lease.guard()}
+        chosen: list[tuple[int, ShardOwner]] = []
+        for shard in shards:
+            owner = view.owners[shard]
+            if owner is not None and owner.primary in view.live:
+                key = LIVE_PREFIX + owner.primary
+                if key not in guards and len(guards) >= GUARD_COMPARES_MAX:
+                    continue
+                guards.setdefault(key, Compare(key, view.live_revision[owner.primary]))
+            record = taken(view, shard, settings.name, self.lease.liveness_epoch, settings.factor, floor)
+            chosen.append((shard, record))
+        self._commit_owners(chosen, list(guards.values()))
+
+    def reconcile(self) -> None:
+        """Repairs the replica sets of the shards this node is primary of."""
+        view = self.state.view
+        chosen: list[tuple[int, ShardOwner]] = []
+        for shard in range(SHARDS):
+            if not view.primary_epoch[shard] or shard in self._busy:
+                continue
+            record = reconciled(view, shard, self.state.settings.factor, self.caught_up.get(shard, set()))
+            if record is not None:
+                chosen.append((shard, record))
+        for start in range(0, len(chosen), SHARDS_PER_COMMIT):
+            self._commit_owners(chosen[start : start + SHARDS_PER_COMMIT], [self.lease.guard()])
+
+    def _commit_owners(self, chosen: list[tuple[int, ShardOwner]], guards: list[Compare]) -> None:
+        if not chosen:
+            return
+        view = self.state.view
+        compares = guards + [Compare(owner_key(shard), view.owner_revision[shard]) for shard, _ in chosen]
+        writes = [Write(owner_key(shard), encode_record(record)) for shard, record in chosen]
+        op = self.state.request_id()
+        self._taking[op] = chosen
+        self._busy.update(shard for shard, _ in chosen)
+        self.state.out.append(Commit(op, compares, writes))
+
+    def on_committed(self, event: Committed) -> list[int]:
+        """Takes the outcome of our own commits; returns the shards whose owner record we have just written."""
+        name = self._expiring.pop(event.op, None)
+        if name is not None:
+            self.state.counters["expired_peers"] += event.status is CommitStatus.COMMITTED
+            return []
+        chosen = self._taking.pop(event.op, None)
+        if chosen is None:
+            return []
+        self._busy.difference_update(shard for shard, _ in chosen)
+        if event.status is not CommitStatus.COMMITTED:
+            return []  # refused: the watch brings what changed; unknown: the watch reads it back
+        view = self.state.view
+        for shard, record in chosen:
+            if event.revision > view.owner_revision[shard]:
+                view.owners[shard], view.owner_revision[shard] = record, event.revision
+                view.epoch_seen[shard] = max(view.epoch_seen[shard], record.epoch)
+                view.primary_epoch[shard] = record.epoch if view.my_liveness_epoch == record.liveness_epoch else 0
+        return [shard for shard, _ in chosen]

@@ -1,0 +1,240 @@
+"""Blocks on their way to their primary: hinted handoff (design 2).
+
+In health a hint is sent at once; in a partition it waits. So degraded mode is no special path: hints wait.
+
+            sent fresh            answered
+    QUEUED -----------> IN FLIGHT --------> settled (COMMITTED here as a near copy, or dropped)
+       ^                    |
+       +--------------------+  connection lost, fenced, overdue: never fresh again
+
+Laws: bounded in count and bytes, the oldest dropped and counted; a later put or delete of the same key through this
+node replaces its queued hint; a replayed hint may only fill, so it cannot rewrite history.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from itertools import islice
+
+import msgspec
+
+from emberkv.core.directory import Entry, restamped
+from emberkv.core.merge import merge, stamp_of
+from emberkv.core.state import HINTS_MAX, SEND_BYTES_MAX, State
+from emberkv.messages import PutFlag, PutItem, PutReply, PutRequest
+from emberkv.ports import Slot
+from emberkv.types import BATCH_KEYS_MAX, KEY_BYTES, EntryState, Level, PutOutcome, PutStatus, RefuseReason, Version
+
+Settled = Callable[[int, int, PutOutcome], None]
+"""Called with (op, index, outcome) when a put that waits for its primary is answered."""
+
+FORWARDS_PER_PEER_MAX = 8
+"""Messages in flight to one primary: enough to fill the pipe, few enough that a stuck primary holds little."""
+FLUSH_MAX = 1024
+"""Hints looked at in one flush: bounds the time under the lock while many wait in a partition."""
+DELIVERIES_MAX = 16
+"""After so many bounced deliveries a hint is dropped: something is wrong that repetition does not mend."""
+
+
+class Hint(msgspec.Struct, gc=False):
+    """One block (or delete) that waits for its primary; owns one reference of its entry's slot."""
+
+    entry: Entry
+    item: PutItem
+    session: bool
+    fresh: bool
+    min_copies: int
+    op: int = 0
+    """Put that waits for the answer; 0 when nobody does."""
+    index: int = 0
+    deliveries: int = 0
+
+
+class Forward(msgspec.Struct, gc=False):
+    """One message in flight to a primary."""
+
+    peer: str
+    hints: list[Hint]
+    sent_ns: int
+
+
+class Hints:
+    """The queue, and what is in flight."""
+
+    def __init__(self, state: State, settled: Settled) -> None:
+        self.state = state
+        self.settled = settled
+        self.queue: OrderedDict[bytes, Hint] = OrderedDict()
+        self.pending: dict[bytes, Hint] = {}
+        """Latest hint per key, queued or in flight: what an eventual read of this node may see."""
+        self.forwards: dict[int, Forward] = {}
+        self.bytes = 0
+        self._per_peer: dict[str, int] = {}
+
+    def count(self) -> int:
+        """Hints queued and in flight."""
+        return len(self.queue) + sum(len(forward.hints) for forward in self.forwards.values())
+
+    def add(self, hint: Hint) -> None:
+        """Queues a hint; takes over its slot reference."""
+        key = hint.entry.key
+        older = self.queue.pop(key, None)
+        if older is not None:
+            self._forget(older, PutOutcome(PutStatus.SUPERSEDED))
+        while self.queue and (
+            len(self.queue) >= HINTS_MAX or self.bytes + hint.entry.length > self.state.settings.hint_bytes_max
+        ):
+            _, oldest = self.queue.popitem(last=False)
+            self.state.counters["hints_dropped"] += 1
+            self._forget(oldest, PutOutcome(PutStatus.REFUSED, reason=RefuseReason.NO_SPACE))
+        self.queue[key] = hint
+        self.pending[key] = hint
+        self.bytes += hint.entry.length
+
+    def _forget(self, hint: Hint, outcome: PutOutcome) -> None:
+        """Ends a hint: its bytes' reference is given back and whoever waits is told."""
+        self.bytes -= hint.entry.length
+        if self.pending.get(hint.entry.key) is hint:
+            del self.pending[hint.entry.key]
+        if hint.entry.slot is not None:
+            self.state.directory.unref(hint.entry.slot)
+        self._answer(hint, outcome)
+
+    def _answer(self, hint: Hint, outcome: PutOutcome) -> None:
+        if hint.op:
+            op, hint.op = hint.op, 0
+            self.settled(op, hint.index, outcome)
+
+    def flush(self, apply_here: Callable[[Hint], PutOutcome | None]) -> None:
+        """Sends what can be sent: to each reachable primary, or to ourselves where we have become primary."""
+        if not self.queue:
+            return
+        view = self.state.view
+        batches: dict[tuple[object, ...], list[Hint]] = {}
+        for key, hint in list(islice(self.queue.items(), FLUSH_MAX)):
+            primary = view.primary_of(hint.entry.shard)
+            if primary == view.name:
+                outcome = apply_here(hint)
+                if outcome is not None:
+                    del self.queue[key]
+                    self._forget(hint, outcome)
+            elif primary in self.state.peers_up and self._per_peer.get(primary, 0) < FORWARDS_PER_PEER_MAX:
+                scope, delete = hint.entry.key[:-KEY_BYTES], hint.entry.slot is None
+                kind = (primary, hint.session, hint.fresh, hint.min_copies, delete, scope)
+                batches.setdefault(kind, []).append(hint)
+        for kind, hints in batches.items():
+            self._send_in_pieces(str(kind[0]), hints)
+
+    def _send_in_pieces(self, primary: str, hints: list[Hint]) -> None:
+        piece: list[Hint] = []
+        size = 0
+        for hint in hints:
+            if piece and (len(piece) == BATCH_KEYS_MAX or size + hint.entry.length > SEND_BYTES_MAX):
+                self._send(primary, piece)
+                piece, size = [], 0
+                if self._per_peer.get(primary, 0) >= FORWARDS_PER_PEER_MAX:
+                    return
+            piece.append(hint)
+            size += hint.entry.length
+        self._send(primary, piece)
+
+    def _send(self, primary: str, hints: list[Hint]) -> None:
+        head = hints[0]
+        flags = PutFlag.FORWARD | (PutFlag.FRESH if head.fresh else PutFlag.HINT)
+        slots: list[Slot] = [hint.entry.slot for hint in hints if hint.entry.slot is not None]
+        request = PutRequest(
+            [hint.item for hint in hints],
+            level=int(Level.SESSION if head.session else Level.EVENTUAL),
+            deadline_ms=self.state.settings.ttl_ns // 1_000_000,
+            flags=int(flags),
+            min_copies=head.min_copies,
+            scope=head.entry.key[:-KEY_BYTES],
+            delete=head.entry.slot is None,
+        )
+        for hint in hints:
+            del self.queue[hint.entry.key]
+            hint.fresh = False
+            hint.deliveries += 1
+        number = self.state.send(primary, request, slots)
+        self.forwards[number] = Forward(primary, hints, self.state.now_ns)
+        self._per_peer[primary] = self._per_peer.get(primary, 0) + 1
+
+    def on_answer(self, peer: str, request: int, reply: PutReply) -> None:
+        """The primary answered; each hint is settled or queued again."""
+        forward = self._take_forward(request)
+        if forward is None or len(reply.outcomes) != len(forward.hints):
+            if forward is not None:
+                self._requeue(forward.hints)
+            return
+        for hint, outcome in zip(forward.hints, reply.outcomes, strict=True):
+            bounced = outcome.status is PutStatus.REFUSED and outcome.reason in (
+                RefuseReason.FENCED,
+                RefuseReason.CHECKSUM,
+                RefuseReason.DEADLINE,
+            )
+            if bounced and hint.deliveries < DELIVERIES_MAX:
+                self._requeue([hint])
+            else:
+                self._settle(hint, outcome)
+
+    def _take_forward(self, request: int) -> Forward | None:
+        forward = self.forwards.pop(request, None)
+        if forward is not None:
+            self._per_peer[forward.peer] -= 1
+        return forward
+
+    def _settle(self, hint: Hint, outcome: PutOutcome) -> None:
+        if outcome.status is PutStatus.STORED:
+            self._keep_near_copy(hint, outcome.version)
+        else:
+            self.state.counters["hints_lost"] += outcome.status is not PutStatus.SUPERSEDED
+        self._forget(hint, outcome)
+
+    def _keep_near_copy(self, hint: Hint, version: Version) -> None:
+        """The bytes have a version now: they stay here as a copy, unless something newer is here already."""
+        directory, entry = self.state.directory, hint.entry
+        current = directory.get(entry.key)
+        if entry.slot is None:
+            if current is not None and current.version < version:
+                directory.remove(current)
+            return
+        if current is not None:
+            mine = stamp_of(version, EntryState.COMMITTED, entry.checksum)
+            if merge(stamp_of(current.version, current.state, current.checksum), mine) != mine:
+                return
+            if current.version == version:
+                return
+        directory.ref(entry.slot)
+        directory.install(restamped(entry, version, entry.prev))
+
+    def _requeue(self, hints: list[Hint]) -> None:
+        for hint in reversed(hints):
+            key = hint.entry.key
+            if key in self.queue:
+                # A later put of this key has been queued meanwhile: it replaces this one.
+                self._forget(hint, PutOutcome(PutStatus.SUPERSEDED))
+            else:
+                self.queue[key] = hint
+                self.queue.move_to_end(key, last=False)
+
+    def on_peer_down(self, peer: str) -> None:
+        """What was in flight may or may not have arrived: it waits again, as a fill."""
+        for request in [number for number, forward in self.forwards.items() if forward.peer == peer]:
+            forward = self._take_forward(request)
+            if forward is not None:
+                self._requeue(forward.hints)
+
+    def on_tick(self, now_ns: int) -> None:
+        """A primary that does not answer for a whole lease is treated like a lost connection."""
+        limit_ns = self.state.settings.ttl_ns
+        for request in [number for number, f in self.forwards.items() if now_ns - f.sent_ns > limit_ns]:
+            forward = self._take_forward(request)
+            if forward is not None:
+                self._requeue(forward.hints)
+
+    def release_op(self, op: int) -> None:
+        """Nobody waits for this put any more; its hints go on by themselves."""
+        for hint in self.pending.values():
+            if hint.op == op:
+                hint.op = 0

@@ -1,0 +1,190 @@
+"""The right to act: membership of this incarnation, and the lease that its heartbeats extend (design 4).
+
+        full view          proof or stillness        committed           refused: record changed
+    STARTING ----> WAITING -----------------> JOINING -----> MEMBER ------------------------> LOST
+                      |  record moves            ^  ^ unknown  |                                |
+                      v                          |  +----------+ renew                          |
+                   REFUSED <---- other incarnation lives ---- (rejoin under a new epoch) <------+
+
+Laws: the right ends at sent_at + ttl*(1-drift) - margin, counted from BEFORE the renewal was sent. A renewal is only
+ever emitted by a step of the core, so a frozen core never stays primary. A lapsed holder whose renewal succeeds goes
+on in the same epoch, because its record did not change. An unknown outcome extends nothing.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from emberkv.core.effects import Commit
+from emberkv.core.events import Committed
+from emberkv.core.state import State
+from emberkv.core.view import HEARTBEAT_PREFIX, LIVE_PREFIX, encode_record
+from emberkv.messages import HeartbeatRecord, LiveRecord
+from emberkv.ports import CommitStatus, Compare, Write
+from emberkv.types import EPOCH_GENERATION_SHIFT
+
+
+class Phase(Enum):
+    """State of this incarnation's membership."""
+
+    STARTING = "starting"
+    WAITING = "waiting"
+    JOINING = "joining"
+    MEMBER = "member"
+    LOST = "lost"
+    REFUSED = "refused"
+
+
+class Lease:
+    """Membership and lease of one incarnation."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.phase = Phase.STARTING
+        self.deadline_ns = 0
+        self.live_revision = 0
+        """Mod revision of our own live record: what every guarded commit of ours compares."""
+        self.healthy_since_ns: int | None = None
+        """Since when our commits have been succeeding without a failure between."""
+        self.liveness_epoch = 0
+        self._live_key = LIVE_PREFIX + state.settings.name
+        self._heartbeat_key = HEARTBEAT_PREFIX + state.settings.name
+        self._counter = 0
+        self._in_flight = 0
+        self._sent_ns = 0
+        self._waiting_since_ns = 0
+        self._waiting_revision = 0
+
+    def open(self, now_ns: int) -> bool:
+        """May this node act as primary of the shards that its records name, at this moment?"""
+        return self.phase is Phase.MEMBER and now_ns < self.deadline_ns
+
+    def guard(self) -> Compare:
+        """Every commit that acts on this incarnation's right compares its live record."""
+        return Compare(self._live_key, self.live_revision)
+
+    def on_records(self, now_ns: int, *, full: bool) -> None:
+        """The view changed."""
+        if self.phase is Phase.STARTING and full:
+            self._consider_start(now_ns)
+        elif self.phase is Phase.WAITING:
+            self._consider_waiting(now_ns)
+        elif self.phase is Phase.LOST:
+            self._consider_lost()
+
+    def on_tick(self, now_ns: int) -> None:
+        """Renews when due; moves on from waiting."""
+        settings = self.state.settings
+        if self.phase is Phase.WAITING:
+            self._consider_waiting(now_ns)
+        if self._in_flight or now_ns - self._sent_ns < settings.heartbeat_ns:
+            return
+        if self.phase is Phase.MEMBER:
+            self._renew(now_ns)
+        elif self.phase is Phase.JOINING:
+            self._join(now_ns)
+
+    def _consider_start(self, now_ns: int) -> None:
+        record = self.state.view.live.get(self.state.settings.name)
+        if record is None or record.dead or record.incarnation == self.state.settings.previous_incarnation:
+            self.phase = Phase.JOINING
+            self._join(now_ns)
+            return
+        # Somebody lived under our name and we hold no proof that it is gone: only stillness of its heartbeat is one.
+        self.phase = Phase.WAITING
+        self._waiting_since_ns = now_ns
+        self._waiting_revision = self._heartbeat_revision()
+
+    def _heartbeat_revision(self) -> int:
+        beat = self.state.view.heartbeats.get(self.state.settings.name)
+        return beat.revision if beat is not None else 0
+
+    def _consider_waiting(self, now_ns: int) -> None:
+        settings = self.state.settings
+        if self._heartbeat_revision() != self._waiting_revision:
+            self.phase = Phase.REFUSED
+            self.state.note(f"a node named {settings.name!r} is alive: stop it or start under another name", alarm=True)
+        elif now_ns - self._waiting_since_ns > settings.ttl_ns * (1 + settings.drift):
+            self.phase = Phase.JOINING
+            self._join(now_ns)
+
+    def _consider_lost(self) -> None:
+        settings = self.state.settings
+        record = self.state.view.live.get(settings.name)
+        if self.state.view.live_revision.get(settings.name, 0) == self.live_revision:
+            return  # the change that refused us has not reached our view yet
+        if record is not None and not record.dead and record.incarnation != settings.incarnation:
+            self.phase = Phase.REFUSED
+            self.state.note(f"another process took over the name {settings.name!r}: this one stops", alarm=True)
+            return
+        self.phase = Phase.JOINING
+
+    def _join(self, now_ns: int) -> None:
+        settings, view = self.state.settings, self.state.view
+        record = view.live.get(settings.name)
+        floor = settings.generation << EPOCH_GENERATION_SHIFT
+        self.liveness_epoch = max(record.epoch if record is not None else 0, floor) + 1
+        live = LiveRecord(self.liveness_epoch, settings.incarnation, settings.address)
+        beat = HeartbeatRecord(self.liveness_epoch, 0)
+        compares = [Compare(self._live_key, view.live_revision.get(settings.name, 0))]
+        writes = [Write(self._live_key, encode_record(live)), Write(self._heartbeat_key, encode_record(beat))]
+        self._commit(now_ns, compares, writes)
+
+    def _renew(self, now_ns: int) -> None:
+        self._counter += 1
+        beat = HeartbeatRecord(self.liveness_epoch, self._counter)
+        self._commit(now_ns, [self.guard()], [Write(self._heartbeat_key, encode_record(beat))])
+
+    def _commit(self, now_ns: int, compares: list[Compare], writes: list[Write]) -> None:
+        self._in_flight = self.state.request_id()
+        self._sent_ns = now_ns
+        self.state.out.append(Commit(self._in_flight, compares, writes))
+
+    def on_committed(self, event: Committed) -> bool:
+        """Takes the outcome of our own commit; False when it is not ours."""
+        if event.op != self._in_flight:
+            return False
+        self._in_flight = 0
+        if event.status is CommitStatus.UNKNOWN:
+            self.healthy_since_ns = None
+            self._read_back()
+        elif event.status is CommitStatus.REFUSED:
+            self._refused()
+        else:
+            self._extended(event)
+        return True
+
+    def _read_back(self) -> None:
+        """A join whose outcome is unknown has happened if the record carries our incarnation and epoch."""
+        view, name = self.state.view, self.state.settings.name
+        record = view.live.get(name)
+        ours = record is not None and record.incarnation == self.state.settings.incarnation
+        if self.phase is Phase.JOINING and ours and record is not None and record.epoch == self.liveness_epoch:
+            self._become_member(view.live_revision[name])
+
+    def _refused(self) -> None:
+        if self.phase is Phase.MEMBER:
+            self.phase = Phase.LOST
+            self.deadline_ns = 0
+            self.state.view.set_membership(0)
+            self.state.counters["lease_lost"] += 1
+            self.state.note("lease lost: this node was expired or restored; rejoining as a learner")
+            self._consider_lost()
+        elif self.phase is Phase.JOINING:
+            self._read_back()
+
+    def _become_member(self, live_revision: int) -> None:
+        self.phase = Phase.MEMBER
+        self.live_revision = live_revision
+        self.state.view.set_membership(self.liveness_epoch)
+
+    def _extended(self, event: Committed) -> None:
+        settings = self.state.settings
+        if self.phase is Phase.JOINING:
+            self._become_member(event.revision)
+        if self.phase is not Phase.MEMBER:
+            return
+        self.deadline_ns = event.sent_ns + int(settings.ttl_ns * (1 - settings.drift)) - settings.margin_ns
+        if self.healthy_since_ns is None:
+            self.healthy_since_ns = event.sent_ns
+        self.state.counters["renewals"] += 1

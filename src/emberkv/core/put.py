@@ -1,0 +1,291 @@
+"""Puts: reserve -> fill -> decide -> acknowledge (design 2, 3).
+
+                    room                bytes + checksum            stamped / hinted
+    PutBegin ----> RESERVED --> Fill --> PutFilled ------> WAITING --------------------> PutDone
+                      |                                       |  deadline: QUEUED (session), UNKNOWN (min_copies)
+                      +--> refused items carry no slot        +-----------------------------------------------
+
+Laws: only a primary with an open lease makes versions. It stamps a put if the key is absent, or its current version is
+not above what the writer had seen, or the put is fresh; a retry or replay may only fill. The gate is asked before the
+local store and again before the acknowledgement leaves (PutDone.gate_ns). A degraded session put is never "acked" by
+a hint: it is QUEUED.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from emberkv.core.directory import Entry, make_entry
+from emberkv.core.effects import Fill, PutDone
+from emberkv.core.events import PutBegin, PutFilled
+from emberkv.core.hints import Hint, Hints
+from emberkv.core.lease import Lease
+from emberkv.core.repair import Repair
+from emberkv.core.state import OPS_MAX, State
+from emberkv.core.stream import Stream
+from emberkv.messages import PutItem
+from emberkv.ports import Slot
+from emberkv.types import (
+    NO_VERSION,
+    SHARDS,
+    EntryState,
+    PutOutcome,
+    PutStatus,
+    RefuseReason,
+    Version,
+    shard_of,
+)
+
+_NO_SPACE = PutOutcome(PutStatus.REFUSED, reason=RefuseReason.NO_SPACE)
+_FENCED = PutOutcome(PutStatus.REFUSED, reason=RefuseReason.FENCED)
+_BAD_BYTES = PutOutcome(PutStatus.REFUSED, reason=RefuseReason.CHECKSUM)
+_TOO_FEW_REPLICAS = PutOutcome(PutStatus.REFUSED, reason=RefuseReason.LEVEL_UNSUPPORTED)
+_ACCEPTED = PutOutcome(PutStatus.ACCEPTED, copies=1)
+
+
+class PutOp(msgspec.Struct, gc=False):
+    """One put request in progress. `outcomes[i]` None means: not answered yet."""
+
+    op: int
+    begin: PutBegin
+    slots: list[Slot | None]
+    outcomes: list[PutOutcome | None]
+    filled: bool = False
+    open_items: int = 0
+    copies: dict[int, PutOutcome] = msgspec.field(default_factory=dict)
+    """Items that this primary has stored and that wait for more copies: index -> outcome so far."""
+    stamped: bool = False
+    """At least one item was stamped here, so the acknowledgement needs the gate once more."""
+
+
+class Put:
+    """Accepting, stamping and acknowledging."""
+
+    def __init__(self, state: State, lease: Lease) -> None:
+        self.state = state
+        self.lease = lease
+        self.hints = Hints(state, self.settled)
+        self.repair = Repair(state)
+        self.stream = Stream(state, self.hints, self.copied, self.repair.behind, self.repair.filled)
+        self.repair.stream = self.stream
+        self.ops: dict[int, PutOp] = {}
+        self._seq: list[tuple[int, int]] = [(0, 0)] * SHARDS
+        """(epoch, last sequence number) this node has used per shard as primary."""
+
+    # -- a request arrives -----------------------------------------------------------------------------------
+
+    def on_begin(self, event: PutBegin) -> None:
+        """Makes room. A delete has no bytes and goes straight on."""
+        count = len(event.items)
+        if event.min_copies > self.state.settings.factor:
+            outcomes: list[PutOutcome | None] = [_TOO_FEW_REPLICAS] * count
+        elif len(self.ops) >= OPS_MAX:
+            outcomes = [_NO_SPACE] * count
+        else:
+            outcomes = [None] * count
+        slots: list[Slot | None] = [None] * count
+        for index, item in enumerate(event.items):
+            if outcomes[index] is not None:
+                continue
+            if event.from_peer and not self._may_stamp(shard_of(event.keys[index])):
+                outcomes[index] = _FENCED
+            elif not event.delete:
+                slots[index] = slot = self.state.directory.reserve(item.length)
+                if slot is None:
+                    outcomes[index] = _NO_SPACE
+        op = PutOp(event.op, event, slots, outcomes)
+        self.ops[event.op] = op
+        if event.delete:
+            self._decide_all(op, [b""] * count)
+        else:
+            self.state.out.append(Fill(event.op, slots))
+
+    def on_filled(self, event: PutFilled) -> None:
+        """The bytes are in the slots."""
+        op = self.ops.get(event.op)
+        if op is None or op.filled:
+            return
+        self._decide_all(op, event.checksums)
+
+    def _decide_all(self, op: PutOp, checksums: list[bytes | None] | list[bytes]) -> None:
+        op.filled = True
+        for index, checksum in enumerate(checksums):
+            if op.outcomes[index] is not None:
+                continue
+            if checksum is None:
+                slot = op.slots[index]
+                if slot is not None:
+                    self.state.directory.unref(slot)
+                op.outcomes[index] = _BAD_BYTES
+            else:
+                op.outcomes[index] = self._decide(op, index, checksum)
+        op.open_items = op.outcomes.count(None)
+        self.hints.flush(self.apply_hint)
+        self._finish(op)
+
+    def _may_stamp(self, shard: int) -> bool:
+        view = self.state.view
+        epoch = view.primary_epoch[shard]
+        return epoch != 0 and view.epoch_seen[shard] <= epoch and self.lease.open(self.state.now_ns)
+
+    def _decide(self, op: PutOp, index: int, checksum: bytes) -> PutOutcome | None:
+        begin = op.begin
+        key, item, slot = begin.keys[index], begin.items[index], op.slots[index]
+        if self._may_stamp(shard_of(key)):
+            op.stamped = True
+            outcome, entry = self._stamp(key, item, slot, checksum, fresh=begin.fresh, delete=begin.delete)
+            if entry is None:
+                return outcome
+            self.stream.replicate(entry, op.op, index, begin.from_peer)
+            if not begin.session or begin.min_copies <= 1:
+                return outcome
+            op.copies[index] = outcome
+            return None
+        if begin.from_peer:
+            if slot is not None:
+                self.state.directory.unref(slot)
+            return _FENCED
+        return self._accept(op, index, checksum)
+
+    # -- as the primary --------------------------------------------------------------------------------------
+
+    def _stamp(
+        self, key: bytes, item: PutItem, slot: Slot | None, checksum: bytes, *, fresh: bool, delete: bool
+    ) -> tuple[PutOutcome, Entry | None]:
+        """Stores under a new version, or says what is there already; takes over the slot's reference."""
+        directory, shard = self.state.directory, shard_of(key)
+        current = directory.get(key)
+        if current is not None and not fresh and current.version > item.seen:
+            if slot is not None:
+                directory.unref(slot)
+            same = current.put_id == item.put_id or (not delete and current.checksum == checksum)
+            if same:
+                return PutOutcome(PutStatus.STORED, current.version, 1), None
+            self.state.counters["conflicts"] += 1
+            return PutOutcome(PutStatus.SUPERSEDED, current.version), None
+        version = self._next_version(shard)
+        entry = make_entry(
+            key,
+            state=EntryState.TOMBSTONE if delete else EntryState.COMMITTED,
+            version=version,
+            put_id=item.put_id,
+            checksum=checksum or b"\0" * 16,
+            slot=slot,
+            prev=current.version if current is not None else NO_VERSION,
+            depth=item.depth,
+            parts=item.parts,
+        )
+        directory.install(entry)
+        self.stream.mark_applied(shard, entry)
+        return PutOutcome(PutStatus.STORED, version, 1), entry
+
+    def _next_version(self, shard: int) -> Version:
+        epoch = self.state.view.primary_epoch[shard]
+        known, seq = self._seq[shard]
+        seq = seq + 1 if known == epoch else 1
+        self._seq[shard] = (epoch, seq)
+        return Version(epoch, seq)
+
+    def apply_hint(self, hint: Hint) -> PutOutcome | None:
+        """This node is the primary of a block that it was keeping for one: a fill. None while its lease is lapsed."""
+        if not self._may_stamp(hint.entry.shard):
+            return None
+        slot = hint.entry.slot
+        if slot is not None:
+            self.state.directory.ref(slot)
+        delete = slot is None
+        outcome, entry = self._stamp(hint.entry.key, hint.item, slot, hint.entry.checksum, fresh=False, delete=delete)
+        if entry is not None:
+            self.stream.replicate(entry, 0, 0, "")
+        return outcome
+
+    def copied(self, op_number: int, index: int) -> None:
+        """One more in-sync replica holds an item."""
+        op = self.ops.get(op_number)
+        if op is None or index not in op.copies:
+            return
+        outcome = op.copies[index]
+        op.copies[index] = outcome = outcome._replace(copies=outcome.copies + 1)
+        if outcome.copies >= op.begin.min_copies:
+            self.settled(op_number, index, op.copies.pop(index))
+
+    # -- as an accepting node --------------------------------------------------------------------------------
+
+    def _accept(self, op: PutOp, index: int, checksum: bytes) -> PutOutcome | None:
+        """Keeps the block for its primary. Takes over the slot's reference."""
+        begin = op.begin
+        key, item, slot = begin.keys[index], begin.items[index], op.slots[index]
+        directory = self.state.directory
+        current = directory.get(key)
+        same = current is not None and current.state is EntryState.COMMITTED and current.checksum == checksum
+        if same and not begin.session and not begin.delete and slot is not None:
+            directory.unref(slot)
+            directory.residency.touch([key])
+            return _ACCEPTED
+        entry = make_entry(
+            key,
+            state=EntryState.TOMBSTONE if begin.delete else EntryState.PENDING,
+            version=NO_VERSION,
+            put_id=item.put_id,
+            checksum=checksum or b"\0" * 16,
+            slot=slot,
+            depth=item.depth,
+            parts=item.parts,
+        )
+        stated = PutItem(
+            item.key, item.put_id, item.length, entry.checksum, item.seen, item.depth, item.part, item.parts
+        )
+        waits = op.op if begin.session else 0
+        self.hints.add(Hint(entry, stated, begin.session, begin.fresh, begin.min_copies, waits, index))
+        return None if begin.session else _ACCEPTED
+
+    # -- acknowledging ---------------------------------------------------------------------------------------
+
+    def settled(self, op_number: int, index: int, outcome: PutOutcome) -> None:
+        """An item that was waited for has its outcome."""
+        op = self.ops.get(op_number)
+        if op is None or op.outcomes[index] is not None:
+            return
+        op.outcomes[index] = outcome
+        if op.filled and op.open_items:
+            op.open_items -= 1
+            self._finish(op)
+
+    def _finish(self, op: PutOp) -> None:
+        if op.open_items or op.op not in self.ops:
+            return
+        del self.ops[op.op]
+        outcomes = [outcome for outcome in op.outcomes if outcome is not None]
+        for outcome in outcomes:
+            self.state.counters[f"put_{outcome.status.name.lower()}"] += 1
+        gate_ns = self.lease.deadline_ns if op.stamped else 0
+        self.state.out.append(PutDone(op.op, outcomes, gate_ns))
+
+    def on_tick(self, now_ns: int) -> None:
+        """Ends what is overdue; sends what can be sent now."""
+        self.hints.on_tick(now_ns)
+        for op in [op for op in self.ops.values() if op.filled and now_ns >= op.begin.deadline_ns]:
+            self._expire(op)
+        self.hints.flush(self.apply_hint)
+
+    def _expire(self, op: PutOp) -> None:
+        for index, outcome in enumerate(op.outcomes):
+            if outcome is not None:
+                continue
+            if index in op.copies:
+                # Stored here, but not yet on as many replicas as were asked for: the caller must not count on it.
+                op.outcomes[index] = op.copies[index]._replace(status=PutStatus.UNKNOWN)
+            else:
+                op.outcomes[index] = PutOutcome(PutStatus.QUEUED, copies=1)
+        op.open_items = 0
+        self.hints.release_op(op.op)
+        self._finish(op)
+
+    def abort(self, op_number: int) -> None:
+        """The sender vanished before its bytes were whole: room is given back, nothing is stored."""
+        op = self.ops.pop(op_number, None)
+        if op is None or op.filled:
+            return
+        for slot in op.slots:
+            if slot is not None:
+                self.state.directory.unref(slot)

@@ -1,0 +1,139 @@
+"""The one door of the core: every event comes in through `step`, every decision leaves as effects.
+
+Laws: bounded at 128 keys a step; no clock, chance, socket, thread or disk; the same events in the same order give the
+same effects. Fencing of peers stands in stream.gate, of ourselves in lease.open: nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from emberkv.core import events as ev
+from emberkv.core.effects import Connect, Effect
+from emberkv.core.failover import Failover
+from emberkv.core.get import Reads
+from emberkv.core.lease import Lease
+from emberkv.core.put import Put
+from emberkv.core.state import Settings, State
+from emberkv.ports import Tier
+
+
+class Replica:
+    """One node's whole protocol state."""
+
+    def __init__(self, settings: Settings, tier: Tier) -> None:
+        self.state = State(settings, tier)
+        self.lease = Lease(self.state)
+        self.failover = Failover(self.state, self.lease)
+        self.put = Put(self.state, self.lease)
+        self.failover.caught_up = self.put.repair.complete
+        self.reads = Reads(self.state, self.put.hints)
+        self._peers: dict[str, str] = {}
+        self._incarnations: dict[str, bytes] = {}
+        self._handlers: dict[type[ev.Event], Callable[[Any], None]] = {
+            ev.Get: self.reads.on_get,
+            ev.Verified: self.reads.on_verified,
+            ev.Fetched: self.reads.on_fetched,
+            ev.Reserve: self.reads.on_reserve,
+            ev.Exists: self.reads.on_exists,
+            ev.Unref: self._on_unref,
+            ev.PutBegin: self.put.on_begin,
+            ev.PutFilled: self.put.on_filled,
+            ev.PutAborted: lambda event: self.put.abort(event.op),
+            ev.ReplicaBegin: self.put.stream.on_begin,
+            ev.ReplicaFilled: self.put.stream.on_filled,
+            ev.OfferArrived: self.put.repair.on_offer,
+            ev.PutAnswered: lambda event: self.put.hints.on_answer(event.peer, event.request, event.reply),
+            ev.ReplicateAnswered: lambda event: self.put.stream.on_answer(event.peer, event.request, event.reply),
+            ev.OfferAnswered: lambda event: self.put.repair.on_answer(event.peer, event.request, event.reply),
+            ev.PeerUp: self._on_peer_up,
+            ev.PeerDown: self._on_peer_down,
+            ev.Records: self._on_records,
+            ev.Committed: self._on_committed,
+            ev.Tick: self._on_tick,
+            ev.Drop: self._on_drop,
+        }
+
+    def step(self, event: ev.Event) -> list[Effect]:
+        """Takes one event in; returns what has to be done, in order."""
+        state = self.state
+        state.now_ns = event.now_ns
+        self._handlers[type(event)](event)
+        self.put.stream.flush()
+        effects, state.out = state.out, []
+        return effects
+
+    def _on_unref(self, event: ev.Unref) -> None:
+        unref = self.state.directory.unref
+        for slot in event.slots:
+            unref(slot)
+
+    def _on_tick(self, event: ev.Tick) -> None:
+        self.lease.on_tick(event.now_ns)
+        self.failover.on_tick(event.now_ns)
+        self.put.on_tick(event.now_ns)
+        self.put.repair.on_tick()
+
+    def _on_peer_up(self, event: ev.PeerUp) -> None:
+        self.state.peers_up.add(event.peer)
+        self.put.repair.on_tick()
+        self.put.hints.flush(self.put.apply_hint)
+
+    def _on_peer_down(self, event: ev.PeerDown) -> None:
+        self.state.peers_up.discard(event.peer)
+        self.put.hints.on_peer_down(event.peer)
+        self.put.stream.on_peer_down(event.peer)
+        self.put.repair.on_peer_down(event.peer)
+
+    def _on_records(self, event: ev.Records) -> None:
+        view = self.state.view
+        before = list(view.primary_epoch)
+        view.apply(event.records, event.deleted, full=event.full, now_ns=event.now_ns)
+        for key in view.undecodable:
+            self.state.note(f"coordinator record {key!r} cannot be decoded: is another version running?")
+        view.undecodable.clear()
+        self._notice_restarts()
+        self.lease.on_records(event.now_ns, full=event.full)
+        self._after_roles(before, [shard for shard, owner in enumerate(view.owners) if owner is not None])
+        if self.lease.open(event.now_ns):
+            self.failover.take(event.now_ns)
+        self.put.hints.flush(self.put.apply_hint)
+
+    def _notice_restarts(self) -> None:
+        """A peer under a new incarnation has lost what it held in memory."""
+        view = self.state.view
+        for name, record in view.live.items():
+            known = self._incarnations.get(name)
+            if known == record.incarnation:
+                continue
+            self._incarnations[name] = record.incarnation
+            if known is not None and name != self.state.settings.name:
+                self.put.repair.forget_peer(name)
+        peers = view.peer_addresses()
+        if peers != self._peers:
+            self._peers = peers
+            self.state.out.append(Connect(dict(peers)))
+
+    def _after_roles(self, before: list[int], shards: list[int]) -> None:
+        """New epochs of ours start with nothing known to be complete."""
+        after = self.state.view.primary_epoch
+        for shard in shards:
+            if after[shard] != before[shard]:
+                self.put.repair.complete.pop(shard, None)
+        self.put.repair.on_roles([shard for shard in shards if after[shard]])
+
+    def _on_committed(self, event: ev.Committed) -> None:
+        before = list(self.state.view.primary_epoch)
+        if self.lease.on_committed(event):
+            return
+        written = self.failover.on_committed(event)
+        if written:
+            self._after_roles(before, written)
+            self.put.hints.flush(self.put.apply_hint)
+
+    def _on_drop(self, event: ev.Drop) -> None:
+        for key in event.keys:
+            entry = self.state.directory.get(key)
+            if entry is not None:
+                self.state.directory.remove(entry)

@@ -1,0 +1,87 @@
+"""What all promises of one node share: settings, the directory, the view, counters and the effects of this step.
+
+Limits: bounds that keep memory finite stand here, each with its reason.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+
+from emberkv.core.directory import Directory
+from emberkv.core.effects import Effect, Note, Send
+from emberkv.core.view import ClusterView
+from emberkv.messages import Message, NodeAddress
+from emberkv.ports import Slot, Tier
+
+HINTS_MAX = 65536
+"""Waiting hints; beyond it the oldest is dropped and counted (P8)."""
+OPS_MAX = 4096
+"""Reads and writes in progress; beyond it new ones are refused, since their callers have long timed out."""
+SHARDS_PER_COMMIT = 120
+"""Owner records of one takeover commit: under the coordinator's bound of 128, with room for the guards."""
+SEND_BYTES_MAX = 64 << 20
+"""Payload of one stream message; keeps one message from holding up heartbeats of the stream for long."""
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """Fixed for the life of the process; the times follow from the failover budget (core/budget.py)."""
+
+    name: str
+    incarnation: bytes
+    address: NodeAddress
+    members: tuple[str, ...]
+    """Nodes expected at the first start; others may join later."""
+    generation: int
+    factor: int = 2
+    ttl_ns: int = 2_000_000_000
+    drift: float = 0.0
+    margin_ns: int = 300_000_000
+    commit_ns: int = 50_000_000
+    """c of the budget: coordinator commit, p99.9."""
+    hint_bytes_max: int = 256 << 20
+    previous_incarnation: bytes = b""
+    """Read from the locked data directory: proof that the process that wrote it is gone."""
+
+    @property
+    def heartbeat_ns(self) -> int:
+        """Renewal period: ttl / 3."""
+        return self.ttl_ns // 3
+
+    @property
+    def grace_ns(self) -> int:
+        """After a coordinator outage nobody is expired before this much of own successful commits."""
+        return self.ttl_ns // 3 + 2 * self.commit_ns
+
+
+class State:
+    """Shared by the promises; owned by Replica."""
+
+    def __init__(self, settings: Settings, tier: Tier) -> None:
+        self.settings = settings
+        self.directory = Directory(tier)
+        self.view = ClusterView(settings.name)
+        self.counters: Counter[str] = Counter()
+        self.out: list[Effect] = []
+        self.now_ns = 0
+        self.peers_up: set[str] = set()
+        self._next_request = 1 << 31
+        """Requests and commits of the core count from 2**31 up; ops of the runtime lie below."""
+
+    def request_id(self) -> int:
+        """A number that no other request or commit of this core carries at the same time."""
+        self._next_request = self._next_request + 1 if self._next_request < (1 << 32) - 1 else 1 << 31
+        return self._next_request
+
+    def send(self, peer: str, message: Message, slots: list[Slot]) -> int:
+        """Queues a message to a peer, taking one more reference of each slot; returns its request id."""
+        for slot in slots:
+            slot.refs += 1
+        request = self.request_id()
+        self.out.append(Send(peer, request, message, slots))
+        return request
+
+    def note(self, text: str, *, alarm: bool = False) -> None:
+        """One line for the operator."""
+        self.out.append(Note(text, alarm))

@@ -1,0 +1,155 @@
+"""What this node knows of the cluster: the coordinator's records, decoded, and what follows from them.
+
+Laws: own/ records are the truth about shards; placement only proposes. A shard is VACANT when its record is absent or
+names a (node, liveness epoch) that is not current: a level that is looked at again and again, not an edge that could
+be missed. A record that cannot be decoded is left out and named; it never stops the node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from emberkv.messages import HeartbeatRecord, LiveRecord, MapReply, NodeAddress, ShardOwner
+from emberkv.ports import Record
+from emberkv.types import SHARDS
+
+HEARTBEAT_PREFIX = "hb/"
+LIVE_PREFIX = "live/"
+OWNER_PREFIX = "own/"
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_live = msgspec.msgpack.Decoder(LiveRecord).decode
+_decode_owner = msgspec.msgpack.Decoder(ShardOwner).decode
+_decode_heartbeat = msgspec.msgpack.Decoder(HeartbeatRecord).decode
+
+
+def encode_record(record: LiveRecord | ShardOwner | HeartbeatRecord) -> bytes:
+    """The value of a coordinator record."""
+    return _encode(record)
+
+
+def owner_key(shard: int) -> str:
+    """Coordinator key of a shard's owner record."""
+    return f"{OWNER_PREFIX}{shard:03d}"
+
+
+class Heartbeat(msgspec.Struct):
+    """When a node's heartbeat was last seen to move, on this node's clock."""
+
+    revision: int
+    seen_ns: int
+    liveness_epoch: int
+
+
+class ClusterView:
+    """Decoded records of the coordinator, and this node's roles per shard."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.revision = 0
+        self.live: dict[str, LiveRecord] = {}
+        self.live_revision: dict[str, int] = {}
+        self.heartbeats: dict[str, Heartbeat] = {}
+        self.owners: list[ShardOwner | None] = [None] * SHARDS
+        self.owner_revision: list[int] = [0] * SHARDS
+        self.my_liveness_epoch = 0
+        """0 until this incarnation is a member."""
+        self.primary_epoch: list[int] = [0] * SHARDS
+        """This node's epoch for each shard it is primary of by record; 0 elsewhere. The lease gate comes on top."""
+        self.epoch_seen: list[int] = [0] * SHARDS
+        """Highest epoch known per shard: streams of lower authority are refused."""
+        self.undecodable: list[str] = []
+
+    def apply(self, records: Sequence[Record], deleted: Sequence[str], *, full: bool, now_ns: int) -> None:
+        """Takes changes in; `full` replaces everything."""
+        if full:
+            known = {record.key for record in records}
+            deleted = [key for key in self._keys() if key not in known]
+        for key in deleted:
+            self._delete(key)
+        for record in records:
+            try:
+                self._put(record, now_ns)
+            except (msgspec.MsgspecError, ValueError):
+                self.undecodable.append(record.key)
+            self.revision = max(self.revision, record.revision)
+        self._recompute()
+
+    def _keys(self) -> list[str]:
+        keys = [LIVE_PREFIX + name for name in self.live] + [HEARTBEAT_PREFIX + name for name in self.heartbeats]
+        return keys + [owner_key(shard) for shard, owner in enumerate(self.owners) if owner is not None]
+
+    def _delete(self, key: str) -> None:
+        if key.startswith(LIVE_PREFIX):
+            self.live.pop(key[len(LIVE_PREFIX) :], None)
+            self.live_revision.pop(key[len(LIVE_PREFIX) :], None)
+        elif key.startswith(HEARTBEAT_PREFIX):
+            self.heartbeats.pop(key[len(HEARTBEAT_PREFIX) :], None)
+        elif key.startswith(OWNER_PREFIX):
+            shard = int(key[len(OWNER_PREFIX) :])
+            self.owners[shard], self.owner_revision[shard] = None, 0
+
+    def _put(self, record: Record, now_ns: int) -> None:
+        key = record.key
+        if key.startswith(HEARTBEAT_PREFIX):
+            name = key[len(HEARTBEAT_PREFIX) :]
+            known = self.heartbeats.get(name)
+            if known is None or record.revision > known.revision:
+                beat = _decode_heartbeat(record.value)
+                self.heartbeats[name] = Heartbeat(record.revision, now_ns, beat.liveness_epoch)
+        elif key.startswith(LIVE_PREFIX):
+            name = key[len(LIVE_PREFIX) :]
+            if record.revision > self.live_revision.get(name, 0):
+                self.live[name] = _decode_live(record.value)
+                self.live_revision[name] = record.revision
+        elif key.startswith(OWNER_PREFIX):
+            shard = int(key[len(OWNER_PREFIX) :])
+            if record.revision > self.owner_revision[shard]:
+                owner = _decode_owner(record.value)
+                self.owners[shard], self.owner_revision[shard] = owner, record.revision
+                self.epoch_seen[shard] = max(self.epoch_seen[shard], owner.epoch)
+
+    def _recompute(self) -> None:
+        mine = self.my_liveness_epoch
+        for shard, owner in enumerate(self.owners):
+            held = owner is not None and mine != 0 and owner.primary == self.name and owner.liveness_epoch == mine
+            self.primary_epoch[shard] = owner.epoch if held and owner is not None else 0
+
+    def set_membership(self, liveness_epoch: int) -> None:
+        """This incarnation became a member under an epoch, or (0) is none any more."""
+        self.my_liveness_epoch = liveness_epoch
+        self._recompute()
+
+    def is_live(self, name: str) -> bool:
+        """Does the node's live record say that it lives?"""
+        record = self.live.get(name)
+        return record is not None and not record.dead
+
+    def live_nodes(self) -> list[str]:
+        """Names of live nodes, sorted."""
+        return sorted(name for name, record in self.live.items() if not record.dead)
+
+    def is_vacant(self, shard: int) -> bool:
+        """Nobody who lives may act as this shard's primary."""
+        owner = self.owners[shard]
+        if owner is None:
+            return True
+        record = self.live.get(owner.primary)
+        return record is None or record.dead or record.epoch != owner.liveness_epoch
+
+    def primary_of(self, shard: int) -> str | None:
+        """The primary by record, or None when the shard is vacant."""
+        owner = self.owners[shard]
+        return None if owner is None or self.is_vacant(shard) else owner.primary
+
+    def peer_addresses(self) -> dict[str, str]:
+        """TCP addresses of all other live nodes."""
+        return {name: record.address.tcp for name, record in self.live.items() if name != self.name and not record.dead}
+
+    def cluster_map(self) -> MapReply:
+        """What clients need to route."""
+        nodes: list[NodeAddress] = [self.live[name].address for name in self.live_nodes()]
+        owners = tuple(None if self.is_vacant(shard) else self.owners[shard] for shard in range(SHARDS))
+        return MapReply(self.revision, tuple(nodes), owners)
