@@ -1,0 +1,1 @@
+"""One node: the runtime around the core, the edges that serve connections, and the composition root."""

@@ -1,0 +1,112 @@
+"""Reads from peers for the runtime: internal keys in, verified bytes in slots out.
+
+Why it exists: connections carry one namespace, so that its keys stay 32 bytes; the core's keys carry their scope. A
+block enters this node's memory here, so here its checksum is checked.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+from emberkv.errors import EmberError
+from emberkv.messages import BlockInfo, ExistsReply, ExistsRequest, GetFlag, GetRequest, Hello
+from emberkv.net import now_ns
+from emberkv.net.fetch import Fetch, FetchPool
+from emberkv.ports import Slot, Tier
+from emberkv.types import Level, MissReason, checksum
+
+SCOPE_BYTES = 8
+
+
+class PeerFetcher:
+    """The runtime's Fetcher over TCP."""
+
+    def __init__(self, tier: Tier, hello_for: Callable[[bytes], Hello]) -> None:
+        self._tier = tier
+        self._hello_for = hello_for
+        """Scope -> HELLO of role FETCH that opens the right namespace."""
+        self._lock = threading.Lock()
+        self._pools: dict[bytes, FetchPool] = {}
+        self._addresses: dict[str, str] = {}
+
+    def set_peers(self, addresses: Mapping[str, str]) -> None:
+        """Name -> TCP address of all peers."""
+        with self._lock:
+            self._addresses = dict(addresses)
+            pools = list(self._pools.values())
+        for pool in pools:
+            pool.set_peers(addresses)
+
+    def start(self, peer: str, keys: list[bytes], session: bool, deadline_ns: int) -> PeerRead:
+        """Sends the request; never raises for an unreachable peer."""
+        pool = self._pool(keys[0][:SCOPE_BYTES])
+        level = Level.SESSION if session else Level.EVENTUAL
+        request = GetRequest(
+            [key[SCOPE_BYTES:] for key in keys], level=int(level), flags=int(GetFlag.LOCAL_ONLY), deadline_ms=1
+        )
+        return PeerRead(self._tier, pool.start(peer, request, deadline_ns))
+
+    def exists(self, peer: str, keys: list[bytes], deadline_ns: int) -> list[int]:
+        """MissReason numbers of the peer's own tiers; UNREACHABLE for all when it does not answer in time."""
+        pool = self._pool(keys[0][:SCOPE_BYTES])
+        unreachable = [int(MissReason.UNREACHABLE)] * len(keys)
+        link, _ = pool.take(peer, deadline_ns, fresh=False)
+        if link is None:
+            return unreachable
+        try:
+            link.set_recv_timeout_ms(max(1, (deadline_ns - now_ns()) // 1_000_000))
+            request = ExistsRequest([key[SCOPE_BYTES:] for key in keys], flags=int(GetFlag.LOCAL_ONLY))
+            link.send(request, pool.next_id())
+            _, reply = link.recv()
+        except EmberError:
+            link.close()
+            return unreachable
+        if not isinstance(reply, ExistsReply) or len(reply.reasons) != len(keys):
+            link.close()
+            return unreachable
+        pool.give(peer, link)
+        return reply.reasons
+
+    def _pool(self, scope: bytes) -> FetchPool:
+        with self._lock:
+            pool = self._pools.get(scope)
+            if pool is None:
+                pool = self._pools[scope] = FetchPool(self._hello_for(scope))
+                pool.set_peers(self._addresses)
+            return pool
+
+    def close(self) -> None:
+        """Closes idle connections; reads under way end at their deadline."""
+        for pool in self._pools.values():
+            pool.close()
+
+
+class PeerRead:
+    """One read that was sent."""
+
+    def __init__(self, tier: Tier, fetch: Fetch) -> None:
+        self._tier = tier
+        self._fetch = fetch
+
+    def finish(self, place: Callable[[Sequence[int]], list[Slot | None]]) -> tuple[list[BlockInfo], list[Slot | None]]:
+        """Infos per key, and slots with verified bytes exactly for the hits; other reserved slots are given back."""
+        placed: dict[int, Slot] = {}
+
+        def place_one(index: int, info: BlockInfo) -> memoryview | None:
+            slot = place([info.length])[0]
+            if slot is None:
+                return None
+            placed[index] = slot
+            return self._tier.view(slot)
+
+        result = self._fetch.finish(place_one)
+        infos = result.infos
+        slots: list[Slot | None] = [None] * len(infos)
+        for index, slot in placed.items():
+            info = infos[index]
+            if info.reason == MissReason.NONE and checksum(self._tier.view(slot)) != info.checksum:
+                infos[index] = BlockInfo(int(MissReason.CHECKSUM), info.version)
+            # Kept also for misses, so that whoever reserved the room gives it back in one place.
+            slots[index] = slot
+        return infos, slots

@@ -1,0 +1,233 @@
+"""Composition root of a node: one straight function, and the order in which it is taken down.
+
+Start: lock the data directory, open the coordinator, map the arena, build core and runtime, listen, join.
+Stop, in this order, so that nothing acts on what is gone: stop accepting (no new work), stop the ticker (no renewals:
+the lease runs out by itself), stop streams and reads to peers, stop the coordinator's threads, close the coordinator,
+unmap the arena, give the lock back.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from emberkv.config.cluster import ClusterConfig
+from emberkv.config.node import NodeConfig
+from emberkv.coord import SqliteCoordinator
+from emberkv.core import events as ev
+from emberkv.core.effects import Commit
+from emberkv.core.lease import Phase
+from emberkv.core.replica import Replica
+from emberkv.core.state import Settings
+from emberkv.errors import NameInUse
+from emberkv.messages import Message, NodeAddress, Role
+from emberkv.net.local import LocalListener
+from emberkv.net.peers import PeerStreams
+from emberkv.net.tcp import TcpListener
+from emberkv.node.coordination import Coordination
+from emberkv.node.fetcher import PeerFetcher
+from emberkv.node.identity import DataDirectory
+from emberkv.node.namespaces import Namespaces
+from emberkv.node.pids import ProcessWatcher
+from emberkv.node.runtime import Runtime
+from emberkv.node.serve import Server, handle_stream_answer
+from emberkv.node.status import document
+from emberkv.node.timers import Ticker
+from emberkv.storage.dram import DramTier
+
+log = logging.getLogger("emberkv.node")
+
+SWITCH_INTERVAL_S = 0.0002
+"""A thread that wants the interpreter gets it after this long: the heartbeat must not wait behind 64 readers."""
+TICKS_PER_TTL = 60
+"""Tick period = ttl / 60, between 5 and 50 ms: fine enough that a tick adds little to a failover."""
+
+
+class BootClock:
+    """CLOCK_BOOTTIME: advances in suspend, so a lease cannot outlive one."""
+
+    def now_ns(self) -> int:
+        """Nanoseconds since boot."""
+        return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+
+
+class Streams:
+    """The Transport port over PeerStreams, plus the read connections' addresses."""
+
+    def __init__(self, streams: PeerStreams, fetcher: PeerFetcher) -> None:
+        self._streams = streams
+        self._fetcher = fetcher
+
+    def send(
+        self, peer: str, request: int, message: Message, payload: Sequence[memoryview], on_sent: Callable[[], None]
+    ) -> bool:
+        """As ports.Transport."""
+        return self._streams.send(peer, request, message, payload, on_sent)
+
+    def set_peers(self, peers: dict[str, str]) -> None:
+        """As ports.Transport."""
+        self._fetcher.set_peers(peers)
+        self._streams.set_peers(peers)
+
+    def close(self) -> None:
+        """As ports.Transport."""
+        self._streams.stop()
+        self._fetcher.close()
+
+
+class LateCommitter:
+    """Commits can only be performed once the coordinator's threads exist, which need the runtime."""
+
+    def __init__(self) -> None:
+        self.target: Coordination | None = None
+
+    def submit(self, commit: Commit, sent_ns: int) -> None:
+        """As runtime.Committer."""
+        if self.target is not None:
+            self.target.submit(commit, sent_ns)
+
+
+def host_id() -> str:
+    """Boot id: equal means same machine."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+class Node:
+    """A running node. `stopped` is set when it has to end (signal, or its name was taken)."""
+
+    def __init__(self, cluster: ClusterConfig, config: NodeConfig) -> None:
+        self.stopped = threading.Event()
+        self.failure: Exception | None = None
+        self._closers: list[tuple[str, Callable[[], object]]] = []
+        started_s = time.monotonic()
+        try:
+            self._build(cluster, config, started_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def _on_close(self, what: str, closer: Callable[[], object]) -> None:
+        self._closers.append((what, closer))
+
+    def _build(self, cluster: ClusterConfig, config: NodeConfig, started_s: float) -> None:
+        budget = cluster.budget()
+        directory = DataDirectory(config.data_path, cluster.cluster_id, config.name)
+        self._on_close("lock", directory.close)
+        coordinator = SqliteCoordinator.open(cluster.control_path, cluster.data_path, cluster.cluster_id)
+        self._on_close("coordinator", coordinator.close)
+        incarnation = os.urandom(16)
+        tier = DramTier(config.arena_bytes)
+        self._on_close("arena", tier.close)
+        namespaces = Namespaces(
+            cluster.namespace_list(), cluster_id=cluster.cluster_id, node=config.name, incarnation=incarnation
+        )
+        clock = BootClock()
+        fetcher = PeerFetcher(tier, lambda scope: namespaces.hello(Role.FETCH, scope))
+        streams = PeerStreams(
+            namespaces.hello(Role.STREAM),
+            lambda peer, header, message, _link: handle_stream_answer(self.runtime, peer, header, message),
+            lambda peer: self.runtime.handle(ev.PeerUp(clock.now_ns(), peer)),
+            lambda peer: self.runtime.handle(ev.PeerDown(clock.now_ns(), peer)),
+        )
+        transport = Streams(streams, fetcher)
+        committer = LateCommitter()
+        # The listener comes before the core, because the core publishes the port that was really taken.
+        server = Server(tier, namespaces, config.staging_bytes)
+        listener = TcpListener(config.listen, server.serve_tcp, connections_max=config.connections_max)
+        self._on_close("peers", transport.close)
+        self._on_close("TCP listener", listener.stop)
+        address = NodeAddress(config.name, listener.address, str(config.socket_path), host_id())
+        settings = Settings(
+            name=config.name,
+            incarnation=incarnation,
+            address=address,
+            members=tuple(sorted(cluster.members)),
+            generation=coordinator.generation(),
+            factor=cluster.factor,
+            ttl_ns=int(budget.ttl_ms * 1e6),
+            drift=budget.costs.drift,
+            margin_ns=int(budget.margin_ms * 1e6),
+            commit_ns=int(budget.costs.commit_ms * 1e6),
+            hint_bytes_max=config.arena_bytes // 4,
+            previous_incarnation=directory.previous_incarnation,
+        )
+        core = Replica(settings, tier)
+        self.runtime = Runtime(core, tier, clock, transport, fetcher, committer, self._note)
+        period_ms = min(50.0, max(5.0, budget.ttl_ms / TICKS_PER_TTL))
+        ticker = Ticker(period_ms, lambda: self.runtime.handle(ev.Tick(clock.now_ns())))
+        self._on_close("ticker", ticker.stop)
+        coordination = Coordination(
+            coordinator,
+            clock,
+            self.runtime.handle,
+            commit_deadline_ms=max(50, int(budget.ttl_ms / 6)),
+            watch_deadline_ms=max(50, int(budget.heartbeat_ms)),
+        )
+        self._closers.insert(2, ("coordinator threads", coordination.stop))
+        committer.target = coordination
+        watcher = ProcessWatcher()
+        self._on_close("process watcher", watcher.stop)
+
+        def status() -> bytes:
+            body = document(self.runtime, tier, ticker, streams, server.connections, started_s)
+            body["cluster_id"] = cluster.cluster_id
+            body["budget_ms"] = budget.budget_ms
+            body["addresses"] = {"tcp": address.tcp, "local": address.local}
+            return msgspec.json.encode(body)
+
+        server.open(self.runtime, status, watcher)
+        local = LocalListener(str(config.socket_path), server.serve_local, connections_max=config.connections_max)
+        self._on_close("local listener", local.close)
+        directory.claim(incarnation)
+        if config.prefault:
+            tier.prefault()
+        watcher.start()
+        coordination.start()
+        ticker.start()
+
+    def _note(self, text: str, alarm: bool) -> None:
+        log.log(logging.ERROR if alarm else logging.INFO, "%s", text)
+        if alarm and self.runtime.core.lease.phase is Phase.REFUSED:
+            self.failure = NameInUse(text)
+            self.stopped.set()
+
+    def close(self) -> None:
+        """Takes everything down, last built first; one part that fails does not keep the others up."""
+        while self._closers:
+            what, closer = self._closers.pop()
+            try:
+                closer()
+            except OSError as error:
+                log.warning("closing %s: %s", what, error)
+
+
+def run(cluster: ClusterConfig, config: NodeConfig) -> None:
+    """Runs a node until SIGTERM or SIGINT. Raises ConfigError or Unavailable in one line when it cannot."""
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=config.log_level.upper(),
+        format=f"%(asctime)s {config.name} %(levelname)s %(name)s: %(message)s",
+    )
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    node = Node(cluster, config)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: node.stopped.set())
+    # What was built lives as long as the process: the collector need not look at it again.
+    gc.collect()
+    gc.freeze()
+    log.info("node %s of cluster %s listens on %s", config.name, cluster.cluster_id, config.socket_path)
+    try:
+        node.stopped.wait()
+    finally:
+        node.close()
+    if node.failure is not None:
+        raise node.failure

@@ -1,0 +1,304 @@
+"""The monitor around the core: one lock, any thread may step, effects are performed by the thread that caused them.
+
+Why it exists: the core decides, this file does. The simulator runs this file too, so it knows no socket, no asyncio and
+no wall clock: only the ports it was given.
+Laws: messages to peers are queued while the lock is held, so their order is the order of the decisions; everything else
+happens outside the lock. Each slot reference that an effect carries is given back exactly once.
+Limits: a step is bounded by 128 keys; what waits for an answer is bounded by the core.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from emberkv.core import effects as fx
+from emberkv.core import events as ev
+from emberkv.core.replica import Replica
+from emberkv.messages import BlockInfo, MapReply, OfferReply, PutItem, ReplicaItem, ReplicateReply
+from emberkv.ports import Clock, Slot, Tier, Transport
+from emberkv.types import MissReason, PutOutcome, PutStatus, checksum
+
+
+class PendingFetch(Protocol):
+    """A read that was sent to a peer."""
+
+    def finish(self, place: Callable[[Sequence[int]], list[Slot | None]]) -> tuple[list[BlockInfo], list[Slot | None]]:
+        """Waits until its deadline. `place` makes room for lengths; verified bytes of hits come back in slots, and a
+        slot beside a miss is room that was reserved and must be given back."""
+        ...
+
+
+class Fetcher(Protocol):
+    """Reads from peers' tiers."""
+
+    def start(self, peer: str, keys: list[bytes], session: bool, deadline_ns: int) -> PendingFetch:
+        """Sends the request; never raises for an unreachable peer. Keys are internal (scope + key), of one scope."""
+        ...
+
+    def exists(self, peer: str, keys: list[bytes], deadline_ns: int) -> list[int]:
+        """MissReason numbers of the peer's own tiers; UNREACHABLE for all when it does not answer in time."""
+        ...
+
+
+class Committer(Protocol):
+    """Commits at the coordinator in another thread; the outcome comes back as event Committed."""
+
+    def submit(self, commit: fx.Commit, sent_ns: int) -> None:
+        """Queues a commit; never blocks."""
+        ...
+
+
+Reply = Callable[[fx.Effect], None]
+"""Called once, by any thread, with the effect that ends an operation."""
+
+
+class Runtime:
+    """Steps the core and performs its effects through ports."""
+
+    def __init__(
+        self,
+        core: Replica,
+        tier: Tier,
+        clock: Clock,
+        transport: Transport,
+        fetcher: Fetcher,
+        committer: Committer,
+        note: Callable[[str, bool], None],
+    ) -> None:
+        self.core = core
+        self.tier = tier
+        self.clock = clock
+        self.transport = transport
+        self.fetcher = fetcher
+        self.committer = committer
+        self.note = note
+        self.lock = threading.Lock()
+        self._ops = itertools.count()
+        self._waiting: dict[int, Reply] = {}
+
+    # -- stepping ------------------------------------------------------------------------------------------------
+
+    def now_ns(self) -> int:
+        """CLOCK_BOOTTIME, as events carry it."""
+        return self.clock.now_ns()
+
+    def op(self) -> int:
+        """A number for an operation: 1 to 2**31 - 1, for 0 means nobody and above it the core's own numbers begin."""
+        return next(self._ops) % 0x7FFFFFFF + 1
+
+    def step(self, event: ev.Event) -> list[fx.Effect]:
+        """One decision; messages to peers are queued at once, the other effects are the caller's to perform."""
+        with self.lock:
+            effects = self.core.step(event)
+            failed = [effect for effect in effects if type(effect) is fx.Send and not self._send(effect)]
+            rest = [effect for effect in effects if type(effect) is not fx.Send]
+        for send in failed:
+            # Not queued: as if the connection had been lost, which is what the core must learn.
+            self.unref(send.slots)
+            rest += self.step(ev.PeerDown(self.now_ns(), send.peer))
+        return rest
+
+    def _send(self, send: fx.Send) -> bool:
+        payload = [self.tier.view(slot) for slot in send.slots]
+        slots = send.slots
+        return self.transport.send(send.peer, send.request, send.message, payload, lambda: self.unref(slots))
+
+    def unref(self, slots: list[Slot]) -> None:
+        """Gives references back."""
+        if slots:
+            self.perform(self.step(ev.Unref(self.now_ns(), slots)))
+
+    def handle(self, event: ev.Event) -> None:
+        """Steps and performs everything that follows."""
+        self.perform(self.step(event))
+
+    def perform(self, effects: list[fx.Effect]) -> None:
+        """Performs effects that belong to no read of this thread."""
+        for effect in effects:
+            if isinstance(effect, fx.Commit):
+                self.committer.submit(effect, self.now_ns())
+            elif isinstance(effect, fx.Note):
+                self.note(effect.text, effect.alarm)
+            elif isinstance(effect, fx.Connect):
+                self.transport.set_peers(effect.peers)
+            elif isinstance(effect, fx.PutDone):
+                self._reply(effect.op, self._gated(effect))
+            elif isinstance(effect, fx.Fill | fx.ReplicaDone | fx.OfferDone | fx.ExistsDone | fx.GetDone):
+                self._reply(effect.op, effect)
+            else:
+                raise AssertionError(f"effect {type(effect).__name__} belongs to a read and reached the wrong thread")
+
+    def _reply(self, op: int, effect: fx.Effect) -> None:
+        reply = self._waiting.get(op)
+        if reply is not None:
+            if not isinstance(effect, fx.Fill):
+                del self._waiting[op]
+            reply(effect)
+
+    def _gated(self, done: fx.PutDone) -> fx.PutDone:
+        """The gate's second look, as late as it can be: the lease may have ended since the store."""
+        if done.gate_ns and self.now_ns() >= done.gate_ns:
+            late = [
+                outcome._replace(status=PutStatus.UNKNOWN) if outcome.status is PutStatus.STORED else outcome
+                for outcome in done.outcomes
+            ]
+            return fx.PutDone(done.op, late)
+        return done
+
+    # -- reads: on the thread that asks --------------------------------------------------------------------------
+
+    def read(
+        self, keys: list[bytes], deadline_ns: int, *, session: bool, local_only: bool, verify: bool
+    ) -> tuple[list[BlockInfo], list[Slot | None]]:
+        """Infos and slots of up to 128 internal keys; each returned slot carries a reference that the caller owns."""
+        op = self.op()
+        effects = self.step(ev.Get(self.now_ns(), op, keys, deadline_ns, session, local_only, verify))
+        while True:
+            fetches: list[fx.Fetch] = []
+            following: list[fx.Effect] = []
+            for effect in effects:
+                if isinstance(effect, fx.GetDone) and effect.op == op:
+                    return effect.infos, effect.slots
+                if isinstance(effect, fx.Verify):
+                    following += self.step(ev.Verified(self.now_ns(), op, self._bad_copies(effect)))
+                elif isinstance(effect, fx.Fetch):
+                    fetches.append(effect)
+                else:
+                    self.perform([effect])
+            if fetches:
+                following += self._fetch_all(fetches)
+            effects = following
+
+    def _bad_copies(self, verify: fx.Verify) -> list[int]:
+        view = self.tier.view
+        return [
+            index
+            for index, slot, expected in zip(verify.indices, verify.slots, verify.checksums, strict=True)
+            if checksum(view(slot)) != expected
+        ]
+
+    def _fetch_all(self, fetches: list[fx.Fetch]) -> list[fx.Effect]:
+        """All requests leave before the first answer is awaited."""
+        started = []
+        for fetch in fetches:
+            sent_ns = self.now_ns()
+            pending = self.fetcher.start(fetch.peer, fetch.keys, fetch.session, fetch.deadline_ns)
+            started.append((fetch, sent_ns, pending))
+        following: list[fx.Effect] = []
+        for fetch, sent_ns, pending in started:
+            infos, slots = pending.finish(self._place)
+            surplus = [slot for info, slot in zip(infos, slots, strict=True) if info.reason and slot is not None]
+            slots = [None if info.reason else slot for info, slot in zip(infos, slots, strict=True)]
+            self.unref(surplus)
+            now_ns = self.now_ns()
+            event = ev.Fetched(now_ns, fetch.op, fetch.peer, fetch.indices, infos, slots, now_ns - sent_ns)
+            following += self.step(event)
+        return following
+
+    def _place(self, lengths: Sequence[int]) -> list[Slot | None]:
+        effects = self.step(ev.Reserve(self.now_ns(), list(lengths)))
+        reserved = next(effect for effect in effects if isinstance(effect, fx.Reserved))
+        self.perform([effect for effect in effects if effect is not reserved])
+        return reserved.slots
+
+    def exists(self, keys: list[bytes], deadline_ns: int, *, local_only: bool) -> list[int]:
+        """MissReason numbers, NONE where the key is present here or at the best other source; changes nothing."""
+        op = self.op()
+        effects = self.step(ev.Exists(self.now_ns(), op, keys))
+        done = next(effect for effect in effects if isinstance(effect, fx.ExistsDone))
+        self.perform([effect for effect in effects if effect is not done])
+        if local_only:
+            return done.reasons
+        for peer, indices in done.ask.items():
+            answers = self.fetcher.exists(peer, [keys[index] for index in indices], deadline_ns)
+            for index, reason in zip(indices, answers, strict=True):
+                if reason != MissReason.ABSENT:
+                    done.reasons[index] = reason
+        return done.reasons
+
+    # -- writes: begun by a connection's thread, ended by any ----------------------------------------------------
+
+    def put(
+        self,
+        keys: list[bytes],
+        items: list[PutItem],
+        fill: Callable[[list[Slot | None]], list[bytes | None]],
+        done: Callable[[list[PutOutcome]], None],
+        *,
+        deadline_ns: int,
+        session: bool,
+        fresh: bool,
+        min_copies: int,
+        from_peer: str = "",
+        delete: bool = False,
+    ) -> None:
+        """Runs a put up to the point where it waits for others; `done` is called once, by any thread.
+
+        `fill` reads the bytes into slots and returns their checksums; if it raises, the put is aborted and nothing is
+        stored.
+        """
+        op = self.op()
+        fills: list[list[Slot | None]] = []
+
+        def reply(effect: fx.Effect) -> None:
+            if isinstance(effect, fx.Fill):
+                fills.append(effect.slots)
+            elif isinstance(effect, fx.PutDone):
+                done(effect.outcomes)
+
+        self._waiting[op] = reply
+        begin = ev.PutBegin(
+            self.now_ns(), op, keys, items, deadline_ns, session, fresh, min_copies, from_peer, delete=delete
+        )
+        self.handle(begin)
+        if not fills:
+            return
+        try:
+            checksums = fill(fills[0])
+        except BaseException:
+            self._waiting.pop(op, None)
+            self.handle(ev.PutAborted(self.now_ns(), op))
+            raise
+        self.handle(ev.PutFilled(self.now_ns(), op, checksums))
+
+    def replicate(
+        self,
+        peer: str,
+        items: list[ReplicaItem],
+        is_fill: bool,
+        fill: Callable[[list[Slot | None]], list[bytes | None]],
+    ) -> ReplicateReply:
+        """Takes one stream message in; the answer is known at once."""
+        op = self.op()
+        effects = self.step(ev.ReplicaBegin(self.now_ns(), op, peer, items, is_fill))
+        begun = next(effect for effect in effects if isinstance(effect, fx.Fill))
+        self.perform([effect for effect in effects if effect is not begun])
+        try:
+            checksums = fill(begun.slots)
+        except BaseException:
+            self._discard(op, [None] * len(items))
+            raise
+        effects = self.step(ev.ReplicaFilled(self.now_ns(), op, checksums))
+        done = next(effect for effect in effects if isinstance(effect, fx.ReplicaDone))
+        self.perform([effect for effect in effects if effect is not done])
+        return done.reply
+
+    def _discard(self, op: int, nothing: list[bytes | None]) -> None:
+        """The connection broke in the middle: items without bytes are not stored, their room is given back."""
+        effects = self.step(ev.ReplicaFilled(self.now_ns(), op, nothing))
+        self.perform([effect for effect in effects if not isinstance(effect, fx.ReplicaDone)])
+
+    def offer(self, event: ev.OfferArrived) -> OfferReply:
+        """Takes one page of heads in; the answer is known at once."""
+        effects = self.step(event)
+        done = next(effect for effect in effects if isinstance(effect, fx.OfferDone))
+        self.perform([effect for effect in effects if effect is not done])
+        return done.reply
+
+    def cluster_map(self) -> MapReply:
+        """What clients need to route."""
+        with self.lock:
+            return self.core.state.view.cluster_map()

@@ -1,0 +1,159 @@
+"""Bodies of the read promise: GET, GET_REPLY, UNPIN, EXISTS, EXISTS_REPLY.
+
+Why it exists: a get is the hottest exchange, so that its frames are fixed-size records that C code packs and slices.
+Laws: the count and the length of the body must agree exactly; columns are checked as a whole, before an object is made.
+Limits: BATCH_KEYS_MAX items per frame. Byte layouts: docs/PROTOCOL.md, chapter frames.
+"""
+
+from __future__ import annotations
+
+import struct
+from functools import lru_cache
+from typing import Final
+
+from emberkv.errors import InvariantViolation, ProtocolError
+from emberkv.messages import (
+    BlockInfo,
+    ExistsReply,
+    ExistsRequest,
+    GetFlag,
+    GetReply,
+    GetRequest,
+    Kind,
+    Unpin,
+)
+from emberkv.types import BATCH_KEYS_MAX, KEY_BYTES, Level, MissReason
+from emberkv.wire.frame import (
+    HEADER_BYTES,
+    check_count,
+    check_epochs,
+    check_lengths,
+    check_most,
+    check_payload,
+    make_version,
+    unpack_head,
+)
+
+_ASK: Final = struct.Struct("<IHHBxH4x")
+"""deadline_ms, count, flags, level, part: front of GET and EXISTS."""
+_REPLY: Final = struct.Struct("<QH6x")
+"""pin, count: front of GET_REPLY."""
+_INFO: Final = struct.Struct("<QQ16sQIB3x")
+"""epoch, seq, checksum, offset, length, reason: one BlockInfo."""
+_COUNT: Final = struct.Struct("<H6x")
+
+_GET_FLAGS: Final = int(GetFlag.LOCAL_ONLY | GetFlag.PIN)
+"""FLOORS changes the layout and comes with a later wire version."""
+_EXISTS_FLAGS: Final = int(GetFlag.LOCAL_ONLY)
+_LEVEL_MAX: Final = int(max(Level))
+_REASON_MAX: Final = int(max(MissReason))
+
+
+def get_reply_bytes(key_count: int) -> int:
+    """Exact size of header + body of a GET_REPLY to `key_count` keys, so that one receive takes it whole."""
+    return HEADER_BYTES + _REPLY.size + key_count * _INFO.size
+
+
+def _join_keys(keys: list[bytes]) -> bytes:
+    if len(keys) > BATCH_KEYS_MAX or not set(map(len, keys)) <= {KEY_BYTES}:
+        raise InvariantViolation(f"a batch is at most {BATCH_KEYS_MAX} keys of {KEY_BYTES} bytes (callers check)")
+    return b"".join(keys)
+
+
+@lru_cache(maxsize=BATCH_KEYS_MAX + 1)
+def _keys_layout(count: int) -> struct.Struct:
+    """One layout per count, so that a single C call cuts all keys (twice as fast as slices)."""
+    return struct.Struct(f"<{_ASK.size}x" + f"{KEY_BYTES}s" * count)
+
+
+def _split_keys(kind: Kind, body: bytes, count: int) -> list[bytes]:
+    check_count(kind, body, count, _ASK.size, KEY_BYTES)
+    return list(_keys_layout(count).unpack(body))
+
+
+def encode_get(message: GetRequest) -> bytes:
+    """Body of GET."""
+    keys = _join_keys(message.keys)
+    return _ASK.pack(message.deadline_ms, len(message.keys), message.flags, message.level, message.part) + keys
+
+
+def decode_get(body: bytes, _payload_len: int) -> GetRequest:
+    """GetRequest from its body; raises ProtocolError."""
+    deadline_ms, count, flags, level, part = unpack_head(_ASK, body, Kind.GET)
+    keys = _split_keys(Kind.GET, body, count)
+    if flags & ~_GET_FLAGS or level > _LEVEL_MAX:
+        raise ProtocolError(f"GET with unknown flags {flags:#x} or level {level}")
+    return GetRequest(keys, deadline_ms, level, flags, part)
+
+
+def encode_exists(message: ExistsRequest) -> bytes:
+    """Body of EXISTS: that of GET with level and part 0."""
+    return _ASK.pack(message.deadline_ms, len(message.keys), message.flags, 0, 0) + _join_keys(message.keys)
+
+
+def decode_exists(body: bytes, _payload_len: int) -> ExistsRequest:
+    """ExistsRequest from its body; raises ProtocolError."""
+    deadline_ms, count, flags, level, part = unpack_head(_ASK, body, Kind.EXISTS)
+    keys = _split_keys(Kind.EXISTS, body, count)
+    if flags & ~_EXISTS_FLAGS or level or part:
+        raise ProtocolError(f"EXISTS with unknown flags {flags:#x}, level {level} or part {part}")
+    return ExistsRequest(keys, deadline_ms, flags)
+
+
+def reply_payload(message: GetReply) -> int:
+    """Bytes that follow a GET_REPLY which is not a pin: the lengths of the hits."""
+    return sum([info.length for info in message.infos])
+
+
+def encode_get_reply(message: GetReply) -> bytes:
+    """Body of GET_REPLY."""
+    pack = _INFO.pack
+    records = [pack(*i.version, i.checksum, i.offset, i.length, i.reason) for i in message.infos]
+    return b"".join((_REPLY.pack(message.pin, len(records)), *records))
+
+
+def decode_get_reply(body: bytes, payload_len: int) -> GetReply:
+    """GetReply from its body; raises ProtocolError. Payload is 0 (a pin) or exactly the lengths of the hits."""
+    pin, count = unpack_head(_REPLY, body, Kind.GET_REPLY)
+    check_count(Kind.GET_REPLY, body, count, _REPLY.size, _INFO.size)
+    if not count:
+        check_payload(Kind.GET_REPLY, payload_len, 0, may_be_none=True)
+        return GetReply([], pin)
+    # Columns, so that the checks and the objects are made by C loops: about 250 ns a record.
+    epochs, seqs, checksums, offsets, lengths, reasons = zip(*_INFO.iter_unpack(body[_REPLY.size :]), strict=True)
+    check_epochs(Kind.GET_REPLY, epochs)
+    check_lengths(Kind.GET_REPLY, lengths)
+    if any(reasons):
+        check_most(Kind.GET_REPLY, "reason", reasons, _REASON_MAX)
+        if any(length for length, reason in zip(lengths, reasons, strict=True) if reason):
+            raise ProtocolError("GET_REPLY states a length for a miss")
+    check_payload(Kind.GET_REPLY, payload_len, sum(lengths), may_be_none=True)
+    versions = map(make_version, zip(epochs, seqs, strict=True))
+    return GetReply(list(map(BlockInfo, reasons, versions, lengths, checksums, offsets)), pin)
+
+
+def encode_unpin(message: Unpin) -> bytes:
+    """Body of UNPIN."""
+    return _COUNT.pack(len(message.pins)) + struct.pack(f"<{len(message.pins)}Q", *message.pins)
+
+
+def decode_unpin(body: bytes, _payload_len: int) -> Unpin:
+    """Unpin from its body; raises ProtocolError."""
+    (count,) = unpack_head(_COUNT, body, Kind.UNPIN)
+    check_count(Kind.UNPIN, body, count, _COUNT.size, 8)
+    return Unpin(list(struct.unpack_from(f"<{count}Q", body, _COUNT.size)))
+
+
+def encode_exists_reply(message: ExistsReply) -> bytes:
+    """Body of EXISTS_REPLY: a byte per key."""
+    return _COUNT.pack(len(message.reasons)) + bytes(message.reasons)
+
+
+def decode_exists_reply(body: bytes, _payload_len: int) -> ExistsReply:
+    """ExistsReply from its body; raises ProtocolError."""
+    (count,) = unpack_head(_COUNT, body, Kind.EXISTS_REPLY)
+    check_count(Kind.EXISTS_REPLY, body, count, _COUNT.size, 1)
+    reasons = list(body[_COUNT.size :])
+    if count:
+        check_most(Kind.EXISTS_REPLY, "reason", reasons, _REASON_MAX)
+    return ExistsReply(reasons)
