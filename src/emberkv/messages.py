@@ -214,6 +214,8 @@ class ReplicaItem(msgspec.Struct, gc=False):
     """Wall-clock milliseconds; 0 never expires."""
     payload: bool = True
     """False: the receiver accepted this put itself and should still hold the bytes."""
+    part: int = 0
+    """Which part of the Block travels; 0 while all parts of a Block lie in one value."""
 
 
 class Replicate(msgspec.Struct, gc=False):

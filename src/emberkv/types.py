@@ -185,8 +185,9 @@ DEFAULT_NAMESPACE: Final = Namespace(name="default")
 
 
 def shard_of(key: bytes) -> int:
-    """Shard 0..255 of a block key. xxh3 because keys need not be uniform; the same in every process."""
-    return xxhash.xxh3_64_intdigest(key) & (SHARDS - 1)
+    """Shard 0..255 of a block key, bare (32 bytes) or with its scope before it (40 bytes): the same for both, because
+    clients route by the bare key. xxh3 because keys need not be uniform; the same in every process."""
+    return xxhash.xxh3_64_intdigest(key[-KEY_BYTES:]) & (SHARDS - 1)
 
 
 def checksum(data: bytes | bytearray | memoryview) -> bytes:

@@ -12,6 +12,7 @@ when the last reference ends, so bytes in use are never overwritten. Sums are ch
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
 import msgspec
@@ -53,12 +54,15 @@ def make_entry(
     prev: Version = NO_VERSION,
     depth: int = 0,
     parts: int = 1,
+    shard: int = -1,
 ) -> Entry:
-    """An entry that takes over the caller's reference of `slot`."""
+    """An entry that takes over the caller's reference of `slot`; `shard` where the caller knows it already."""
+    if shard < 0:
+        shard = shard_of(key)
     length = slot.length if slot is not None else 0
     reason = MissReason.DELETED if state is EntryState.TOMBSTONE else MissReason.NONE
     info = BlockInfo(int(reason), version, length, checksum, slot.offset if slot is not None else 0)
-    return Entry(key, shard_of(key), state, version, put_id, checksum, length, slot, info, prev, depth, parts)
+    return Entry(key, shard, state, version, put_id, checksum, length, slot, info, prev, depth, parts)
 
 
 def restamped(entry: Entry, version: Version, prev: Version) -> Entry:
@@ -83,14 +87,17 @@ class Directory:
     """Bounds the time under the lock that one reservation may spend on eviction."""
     EVICTED_MEMORY_MAX = 65536
     """How many evicted keys are remembered, so that a miss can say `evicted`."""
+    TOMBSTONES_MAX = 65536
+    """Deletes that are remembered, about 20 MB; beyond it the oldest is forgotten and counted (P8)."""
 
     def __init__(self, tier: Tier) -> None:
         self.tier = tier
         self.shards: list[dict[bytes, Entry]] = [{} for _ in range(SHARDS)]
         self.residency = Residency()
-        self.evicted: dict[bytes, Version] = {}
+        self.evicted: OrderedDict[bytes, Version] = OrderedDict()
         self.evictions = 0
-        self.tombstones = 0
+        self.tombstones_dropped = 0
+        self._tombstones: OrderedDict[bytes, None] = OrderedDict()
         self.entry_bytes = 0
 
     def get(self, key: bytes) -> Entry | None:
@@ -108,6 +115,11 @@ class Directory:
     def count(self) -> int:
         """Entries in all shards, tombstones included."""
         return sum(map(len, self.shards))
+
+    @property
+    def tombstones(self) -> int:
+        """Deletes that are remembered."""
+        return len(self._tombstones)
 
     def ref(self, slot: Slot) -> Slot:
         """Takes one more reference."""
@@ -134,11 +146,20 @@ class Directory:
         table[entry.key] = entry
         if entry.slot is None:
             self.residency.discard(entry.key)
-            self.tombstones += 1
+            self._tombstones[entry.key] = None
+            self._bound_tombstones()
         else:
             self.residency.add(entry.key)
             self.entry_bytes += entry.length
-        self.evicted.pop(entry.key, None)
+        if self.evicted:
+            self.evicted.pop(entry.key, None)
+
+    def _bound_tombstones(self) -> None:
+        while len(self._tombstones) > self.TOMBSTONES_MAX:
+            oldest = self.get(next(iter(self._tombstones)))
+            if oldest is not None:
+                self.remove(oldest)
+            self.tombstones_dropped += 1
 
     def remove(self, entry: Entry) -> None:
         """Forgets an entry and its reference to bytes."""
@@ -152,19 +173,19 @@ class Directory:
 
     def _forget_sums(self, entry: Entry) -> None:
         if entry.slot is None:
-            self.tombstones -= 1
+            self._tombstones.pop(entry.key, None)
         else:
             self.entry_bytes -= entry.length
 
     def reserve(self, length: int) -> Slot | None:
         """Room for `length` bytes, evicting in policy order when there is none; None when all is in use."""
-        slot = self.tier.reserve(length)
+        reserve = self.tier.reserve
+        slot = reserve(length)
         if slot is not None:
             return slot
         for entry in self._victims(length):
-            self.remove(entry)
-            self._remember_eviction(entry)
-            slot = self.tier.reserve(length)
+            self.evict(entry)
+            slot = reserve(length)
             if slot is not None:
                 return slot
         return None
@@ -180,11 +201,17 @@ class Directory:
                     continue
                 yield entry
 
-    def _remember_eviction(self, entry: Entry) -> None:
+    def evict(self, entry: Entry, version: Version | None = None) -> None:
+        """Gives up a copy for space, remembering up to which version (its own, or a newer one that found no room)."""
+        self.remove(entry)
         self.evictions += 1
+        self.remember_evicted(entry.key, version or entry.version)
+
+    def remember_evicted(self, key: bytes, version: Version) -> None:
+        """Repair shall not fetch this version or an older one again, and a miss can say `evicted`."""
         if len(self.evicted) >= self.EVICTED_MEMORY_MAX:
-            del self.evicted[next(iter(self.evicted))]
-        self.evicted[entry.key] = entry.version
+            self.evicted.popitem(last=False)
+        self.evicted[key] = version
 
     def check(self) -> None:
         """Full sums; for tests and simulation."""

@@ -61,10 +61,11 @@ class GetDone(Effect):
 
 
 class ExistsDone(Effect):
-    """Answer to Exists: one MissReason number per key."""
+    """Answer to Exists: one MissReason number per key, and which peer may know more of which indices."""
 
     op: int
     reasons: list[int]
+    ask: dict[str, list[int]]
 
 
 class Fill(Effect):

@@ -11,6 +11,8 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 
+ORDER_STEP = 16
+"""Victims looked at before the whole order is copied."""
 PROTECTED_SHARE = 0.8
 """Share of resident blocks that may be protected; the rest is left to newcomers, as in segmented LRU."""
 
@@ -52,6 +54,21 @@ class Residency:
             demoted, _ = protected.popitem(last=False)
             probation[demoted] = None
 
+    def arrived(self, keys: Sequence[bytes]) -> None:
+        """A batch came in, in chain order: its head shall leave last, though it was stored first."""
+        probation = self._probation
+        for key in reversed(keys):
+            if key in probation:
+                probation.move_to_end(key)
+
     def order(self, limit: int) -> Iterator[bytes]:
-        """Up to `limit` keys, first to leave first. A snapshot: the caller may discard while it iterates."""
-        return iter(list(islice(chain(self._probation, self._protected), limit)))
+        """Up to `limit` keys, first to leave first. The caller may discard what it was given while it iterates."""
+        # Most reservations need one victim, so few keys are copied before many.
+        few = list(islice(chain(self._probation, self._protected), min(limit, ORDER_STEP)))
+        yield from few
+        if len(few) < ORDER_STEP:
+            return
+        seen = set(few)
+        for key in list(islice(chain(self._probation, self._protected), limit)):
+            if key not in seen:
+                yield key

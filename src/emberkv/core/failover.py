@@ -2,12 +2,13 @@
 
     node:  ALIVE --(heartbeat still for ttl*(1+drift))--> SUSPECT --(commit live+1)--> DEAD
              ^----------(heartbeat moved)-------------------+
-    shard: OWNED --(primary's liveness epoch not current)--> VACANT --(rank k waited k*2c, commit)--> OWNED, higher epoch
+    shard: OWNED --(primary's liveness epoch not current)--> VACANT --(rank k waited k*2c, commit)--> OWNED anew
 
 Laws: the expiry commit compares the very revision at which its timer started. The timers restart when this observer
 itself was late. After a coordinator outage nobody is expired before `grace` of own successful commits. Vacancy is a
 level: it is looked at on every tick. In-sync replicas come first; a replica that joined after the owner record was
-written holds nothing it promised, so it does not count as in sync whatever the record says.
+written holds nothing it promised, so it does not count as in sync whatever the record says, and no record is written
+that could name such a one.
 """
 
 from __future__ import annotations
@@ -26,13 +27,10 @@ GUARD_COMPARES_MAX = 8
 """Own liveness plus the dead primaries named by one batch; with SHARDS_PER_COMMIT this fills one commit."""
 
 
-def truly_in_sync(view: ClusterView, shard: int) -> list[str]:
-    """In-sync replicas by record that live and have not restarted since the record was written."""
-    owner = view.owners[shard]
-    if owner is None:
-        return []
+def unbroken(view: ClusterView, shard: int, names: tuple[str, ...]) -> list[str]:
+    """Those of `names` that live and have not restarted or rejoined since the owner record was written."""
     since = view.owner_revision[shard]
-    return [name for name in owner.in_sync if view.is_live(name) and view.live_revision[name] < since]
+    return [name for name in names if view.is_live(name) and view.live_revision[name] < since]
 
 
 def takers(view: ClusterView, shard: int, members: tuple[str, ...]) -> list[str]:
@@ -40,7 +38,9 @@ def takers(view: ClusterView, shard: int, members: tuple[str, ...]) -> list[str]
     owner = view.owners[shard]
     if owner is None:
         return placement.ranked(shard, sorted({*members, *view.live_nodes()}))
-    order = truly_in_sync(view, shard)
+    order = unbroken(view, shard, owner.in_sync)
+    # A learner holds part of the shard; a replica that has restarted may hold nothing at all.
+    order += [name for name in unbroken(view, shard, owner.replicas) if name not in order]
     order += [name for name in owner.replicas if view.is_live(name) and name not in order]
     order += [name for name in placement.ranked(shard, view.live_nodes()) if name not in order]
     return order
@@ -65,11 +65,11 @@ def reconciled(view: ClusterView, shard: int, factor: int, caught_up: set[str]) 
     """The primary's own record with dead replicas replaced and caught-up ones in sync; None when it is right."""
     owner = view.owners[shard]
     assert owner is not None
-    alive = [name for name in owner.replicas if view.is_live(name)]
+    alive = [name for name in owner.replicas if name == owner.primary or view.is_live(name)]
     spare = [name for name in placement.ranked(shard, view.live_nodes()) if name not in alive]
     replicas = tuple((alive + spare)[: max(factor, 1)])
-    sound = set(truly_in_sync(view, shard)) | {owner.primary} | caught_up
-    in_sync = tuple(name for name in replicas if name in sound)
+    # Only what this primary knows itself: who was in sync by record may have missed a write since.
+    in_sync = tuple(name for name in replicas if name == owner.primary or name in caught_up)
     if replicas == owner.replicas and in_sync == owner.in_sync:
         return None
     gone = tuple(name for name in owner.replicas if name not in replicas)
@@ -176,15 +176,30 @@ class Failover:
     def reconcile(self) -> None:
         """Repairs the replica sets of the shards this node is primary of."""
         view = self.state.view
-        chosen: list[tuple[int, ShardOwner]] = []
+        due: list[tuple[int, ShardOwner]] = []
         for shard in range(SHARDS):
             if not view.primary_epoch[shard] or shard in self._busy:
                 continue
             record = reconciled(view, shard, self.state.settings.factor, self.caught_up.get(shard, set()))
             if record is not None:
-                chosen.append((shard, record))
-        for start in range(0, len(chosen), SHARDS_PER_COMMIT):
-            self._commit_owners(chosen[start : start + SHARDS_PER_COMMIT], [self.lease.guard()])
+                due.append((shard, record))
+        for start in range(0, len(due), SHARDS_PER_COMMIT):
+            self._commit_reconciled(due[start : start + SHARDS_PER_COMMIT])
+
+    def _commit_reconciled(self, due: list[tuple[int, ShardOwner]]) -> None:
+        """Whoever is named in sync must still be the incarnation that repair has compared when the record lands, or
+        the record would be younger than its restart and vouch for an empty memory."""
+        view, me = self.state.view, self.state.settings.name
+        guards = {me: self.lease.guard()}
+        chosen: list[tuple[int, ShardOwner]] = []
+        for shard, record in due:
+            fresh = [name for name in record.in_sync if name not in guards]
+            if len(guards) + len(fresh) > GUARD_COMPARES_MAX:
+                continue  # in the next round
+            for name in fresh:
+                guards[name] = Compare(LIVE_PREFIX + name, view.live_revision[name])
+            chosen.append((shard, record))
+        self._commit_owners(chosen, list(guards.values()))
 
     def _commit_owners(self, chosen: list[tuple[int, ShardOwner]], guards: list[Compare]) -> None:
         if not chosen:

@@ -22,7 +22,7 @@ from emberkv.core.directory import Entry, make_entry
 from emberkv.core.effects import ExistsDone, Fetch, GetDone, Reserved, Verify
 from emberkv.core.events import Exists, Fetched, Get, Reserve, Verified
 from emberkv.core.hints import Hints
-from emberkv.core.state import State
+from emberkv.core.state import OPS_MAX, State
 from emberkv.messages import BlockInfo
 from emberkv.ports import Slot
 from emberkv.types import NO_VERSION, EntryState, MissReason, shard_of
@@ -38,6 +38,8 @@ SOURCES_PER_KEY_MAX = 3
 """Sources asked for one key: one, one retry, one former replica."""
 
 _ABSENT = BlockInfo(int(MissReason.ABSENT))
+_LATE = BlockInfo(int(MissReason.DEADLINE))
+_MISSES = {int(reason): f"miss_{reason.name.lower()}" for reason in MissReason}
 _HIT = int(MissReason.NONE)
 
 
@@ -153,11 +155,14 @@ class Reads:
         """Groups what is missing by its best source; ends the read when nothing more can be asked."""
         groups: dict[str, list[int]] = {}
         more_sources = False
-        if not op.begin.local_only and self.state.now_ns < op.begin.deadline_ns:
+        if self.state.now_ns >= op.begin.deadline_ns:
+            self._end_late(op)
+            return
+        if not op.begin.local_only and len(self.ops) <= OPS_MAX:
             for index, info in enumerate(op.infos):
                 if op.slots[index] is not None or info.reason == MissReason.DELETED:
                     continue
-                sources = self._sources(op, index)
+                sources = self._sources(op.begin.keys[index], op.tried[index])
                 if sources:
                     groups.setdefault(sources[0], []).append(index)
                     more_sources = more_sources or len(sources) > 1
@@ -174,12 +179,26 @@ class Reads:
             op.fetching += 1
             self.state.out.append(Fetch(op.op, peer, indices, keys, op.begin.session, deadline_ns))
 
-    def _sources(self, op: GetOp, index: int) -> list[str]:
-        tried = op.tried[index]
+    def on_tick(self, now_ns: int) -> None:
+        """Ends reads whose sources did not answer in time; what still arrives finds no read and is given back."""
+        for op in [op for op in self.ops.values() if now_ns >= op.begin.deadline_ns and not op.to_verify]:
+            self._end_late(op)
+
+    def _end_late(self, op: GetOp) -> None:
+        """The deadline passed: what nobody was asked about in time is not known to be absent."""
+        del self.ops[op.op]
+        for index, info in enumerate(op.infos):
+            unsure = info.reason in (MissReason.ABSENT, MissReason.PENDING) and op.slots[index] is None
+            if unsure and not op.begin.local_only and self._sources(op.begin.keys[index], op.tried[index]):
+                op.infos[index] = _LATE
+        self._done(op.op, op.infos, op.slots)
+
+    def _sources(self, key: bytes, tried: tuple[str, ...]) -> list[str]:
+        """Who else may hold a key, best first."""
         if len(tried) >= SOURCES_PER_KEY_MAX:
             return []
         view = self.state.view
-        owner = view.owners[shard_of(op.begin.keys[index])]
+        owner = view.owners[shard_of(key)]
         if owner is None:
             return []
         name = self.state.settings.name
@@ -218,8 +237,12 @@ class Reads:
                 op.infos[index] = info
             return
         local = BlockInfo(_HIT, info.version, slot.length, info.checksum, slot.offset)
-        op.infos[index], op.slots[index] = local, slot
         current = self.state.directory.get(key)
+        if current is not None and current.slot is None and current.version >= info.version:
+            op.infos[index] = current.info  # deleted meanwhile: that beats a hit of an older version
+            self.state.directory.unref(slot)
+            return
+        op.infos[index], op.slots[index] = local, slot
         if info.version == NO_VERSION or (current is not None and current.version >= info.version):
             return  # a PENDING block of its accepting node, or nothing newer than what is here: served, not kept
         self.state.directory.ref(slot)
@@ -258,7 +281,7 @@ class Reads:
         if misses:
             for info in infos:
                 if info.reason != _HIT:
-                    counters[f"miss_{MissReason(info.reason).name.lower()}"] += 1
+                    counters[_MISSES[info.reason]] += 1
         self.state.out.append(GetDone(op, infos, slots))
 
     # -- smaller questions -----------------------------------------------------------------------------------
@@ -268,12 +291,19 @@ class Reads:
         self.state.out.append(Reserved([self.state.directory.reserve(length) for length in event.lengths]))
 
     def on_exists(self, event: Exists) -> None:
-        """Presence here, without touching the eviction order."""
+        """Presence here, without touching the eviction order, and whom to ask about the rest."""
         reasons: list[int] = []
-        for key in event.keys:
+        ask: dict[str, list[int]] = {}
+        for index, key in enumerate(event.keys):
             entry = self.state.directory.get(key)
             if entry is None:
                 hint = self.hints.pending.get(key)
                 entry = hint.entry if hint is not None and hint.entry.slot is not None else None
-            reasons.append(entry.info.reason if entry is not None else self._why_absent(key).reason)
-        self.state.out.append(ExistsDone(event.op, reasons))
+            if entry is not None:
+                reasons.append(entry.info.reason)
+                continue
+            reasons.append(self._why_absent(key).reason)
+            sources = self._sources(key, ())
+            if sources:
+                ask.setdefault(sources[0], []).append(index)
+        self.state.out.append(ExistsDone(event.op, reasons, ask))

@@ -33,8 +33,11 @@ FORWARDS_PER_PEER_MAX = 8
 """Messages in flight to one primary: enough to fill the pipe, few enough that a stuck primary holds little."""
 FLUSH_MAX = 1024
 """Hints looked at in one flush: bounds the time under the lock while many wait in a partition."""
-DELIVERIES_MAX = 16
-"""After so many bounced deliveries a hint is dropped: something is wrong that repetition does not mend."""
+REJECTIONS_MAX = 4
+"""After so many checksum failures a hint is dropped: its bytes are bad here, and repetition does not mend that."""
+
+_BOUNCES = (RefuseReason.FENCED, RefuseReason.CHECKSUM, RefuseReason.DEADLINE)
+_NO_ROOM = PutOutcome(PutStatus.REFUSED, reason=RefuseReason.NO_SPACE)
 
 
 class Hint(msgspec.Struct, gc=False):
@@ -48,7 +51,8 @@ class Hint(msgspec.Struct, gc=False):
     op: int = 0
     """Put that waits for the answer; 0 when nobody does."""
     index: int = 0
-    deliveries: int = 0
+    born_ns: int = 0
+    rejections: int = 0
 
 
 class Forward(msgspec.Struct, gc=False):
@@ -66,31 +70,63 @@ class Hints:
         self.state = state
         self.settled = settled
         self.queue: OrderedDict[bytes, Hint] = OrderedDict()
+        """All that wait, oldest first: the order in which they are dropped when there are too many."""
         self.pending: dict[bytes, Hint] = {}
         """Latest hint per key, queued or in flight: what an eventual read of this node may see."""
         self.forwards: dict[int, Forward] = {}
         self.bytes = 0
+        self._by_shard: dict[int, OrderedDict[bytes, Hint]] = {}
+        """The queue by shard, so that those of an unreachable primary never stand before the others."""
+        self._resting: set[int] = set()
+        """Shards whose primary has just refused: asked again after the next tick, not at once."""
         self._per_peer: dict[str, int] = {}
 
     def count(self) -> int:
         """Hints queued and in flight."""
         return len(self.queue) + sum(len(forward.hints) for forward in self.forwards.values())
 
-    def add(self, hint: Hint) -> None:
-        """Queues a hint; takes over its slot reference."""
+    def add(self, hint: Hint) -> bool:
+        """Queues a hint and takes over its slot reference; False (and the reference is given back): no room for it."""
         key = hint.entry.key
-        older = self.queue.pop(key, None)
+        older = self.queue.get(key)
         if older is not None:
+            self._dequeue(older)
             self._forget(older, PutOutcome(PutStatus.SUPERSEDED))
-        while self.queue and (
-            len(self.queue) >= HINTS_MAX or self.bytes + hint.entry.length > self.state.settings.hint_bytes_max
-        ):
-            _, oldest = self.queue.popitem(last=False)
+        while self.queue and self._full(hint):
+            oldest = next(iter(self.queue.values()))
+            self._dequeue(oldest)
             self.state.counters["hints_dropped"] += 1
-            self._forget(oldest, PutOutcome(PutStatus.REFUSED, reason=RefuseReason.NO_SPACE))
-        self.queue[key] = hint
+            self._forget(oldest, _NO_ROOM)
+        if self._full(hint):
+            # What is in flight fills the bound alone, so there is nothing older to drop for this one.
+            self.state.counters["hints_dropped"] += 1
+            if hint.entry.slot is not None:
+                self.state.directory.unref(hint.entry.slot)
+            return False
+        self._enqueue(hint)
         self.pending[key] = hint
         self.bytes += hint.entry.length
+        return True
+
+    def _full(self, hint: Hint) -> bool:
+        over = self.bytes + hint.entry.length > self.state.settings.hint_bytes_max
+        return over or len(self.pending) >= HINTS_MAX
+
+    def _enqueue(self, hint: Hint, *, first: bool = False) -> None:
+        key = hint.entry.key
+        waiting = self._by_shard.setdefault(hint.entry.shard, OrderedDict())
+        self.queue[key] = waiting[key] = hint
+        if first:
+            self.queue.move_to_end(key, last=False)
+            waiting.move_to_end(key, last=False)
+
+    def _dequeue(self, hint: Hint) -> None:
+        key, shard = hint.entry.key, hint.entry.shard
+        del self.queue[key]
+        waiting = self._by_shard[shard]
+        del waiting[key]
+        if not waiting:
+            del self._by_shard[shard]
 
     def _forget(self, hint: Hint, outcome: PutOutcome) -> None:
         """Ends a hint: its bytes' reference is given back and whoever waits is told."""
@@ -99,32 +135,53 @@ class Hints:
             del self.pending[hint.entry.key]
         if hint.entry.slot is not None:
             self.state.directory.unref(hint.entry.slot)
-        self._answer(hint, outcome)
-
-    def _answer(self, hint: Hint, outcome: PutOutcome) -> None:
         if hint.op:
             op, hint.op = hint.op, 0
             self.settled(op, hint.index, outcome)
+
+    def is_fresh(self, hint: Hint) -> bool:
+        """Never sent, and either still waited for or so young that no later put can have finished unnoticed."""
+        young = self.state.now_ns - hint.born_ns <= self.state.settings.heartbeat_ns
+        return hint.fresh and (hint.op != 0 or young)
 
     def flush(self, apply_here: Callable[[Hint], PutOutcome | None]) -> None:
         """Sends what can be sent: to each reachable primary, or to ourselves where we have become primary."""
         if not self.queue:
             return
-        view = self.state.view
+        view, room = self.state.view, FLUSH_MAX
         batches: dict[tuple[object, ...], list[Hint]] = {}
-        for key, hint in list(islice(self.queue.items(), FLUSH_MAX)):
-            primary = view.primary_of(hint.entry.shard)
+        for shard in list(self._by_shard):
+            if shard in self._resting:
+                continue
+            primary = view.primary_of(shard)
+            if primary is None:
+                continue
             if primary == view.name:
-                outcome = apply_here(hint)
-                if outcome is not None:
-                    del self.queue[key]
-                    self._forget(hint, outcome)
+                room -= self._apply(shard, room, apply_here)
             elif primary in self.state.peers_up and self._per_peer.get(primary, 0) < FORWARDS_PER_PEER_MAX:
-                scope, delete = hint.entry.key[:-KEY_BYTES], hint.entry.slot is None
-                kind = (primary, hint.session, hint.fresh, hint.min_copies, delete, scope)
-                batches.setdefault(kind, []).append(hint)
+                for hint in islice(self._by_shard[shard].values(), room):
+                    batches.setdefault(self._kind(primary, hint), []).append(hint)
+                    room -= 1
+            if room <= 0:
+                break
         for kind, hints in batches.items():
             self._send_in_pieces(str(kind[0]), hints)
+
+    def _kind(self, primary: str, hint: Hint) -> tuple[object, ...]:
+        """Hints that may share one message."""
+        scope, delete = hint.entry.key[:-KEY_BYTES], hint.entry.slot is None
+        return primary, hint.session, self.is_fresh(hint), hint.min_copies, delete, scope
+
+    def _apply(self, shard: int, room: int, apply_here: Callable[[Hint], PutOutcome | None]) -> int:
+        """Hints of a shard that this node has become primary of; returns how many were looked at."""
+        hints = list(islice(self._by_shard[shard].values(), room))
+        for hint in hints:
+            outcome = apply_here(hint)
+            if outcome is None:
+                break
+            self._dequeue(hint)
+            self._forget(hint, outcome)
+        return len(hints)
 
     def _send_in_pieces(self, primary: str, hints: list[Hint]) -> None:
         piece: list[Hint] = []
@@ -133,15 +190,15 @@ class Hints:
             if piece and (len(piece) == BATCH_KEYS_MAX or size + hint.entry.length > SEND_BYTES_MAX):
                 self._send(primary, piece)
                 piece, size = [], 0
-                if self._per_peer.get(primary, 0) >= FORWARDS_PER_PEER_MAX:
-                    return
+            if self._per_peer.get(primary, 0) >= FORWARDS_PER_PEER_MAX:
+                return
             piece.append(hint)
             size += hint.entry.length
         self._send(primary, piece)
 
     def _send(self, primary: str, hints: list[Hint]) -> None:
         head = hints[0]
-        flags = PutFlag.FORWARD | (PutFlag.FRESH if head.fresh else PutFlag.HINT)
+        flags = PutFlag.FORWARD | (PutFlag.FRESH if self.is_fresh(head) else PutFlag.HINT)
         slots: list[Slot] = [hint.entry.slot for hint in hints if hint.entry.slot is not None]
         request = PutRequest(
             [hint.item for hint in hints],
@@ -153,9 +210,8 @@ class Hints:
             delete=head.entry.slot is None,
         )
         for hint in hints:
-            del self.queue[hint.entry.key]
+            self._dequeue(hint)
             hint.fresh = False
-            hint.deliveries += 1
         number = self.state.send(primary, request, slots)
         self.forwards[number] = Forward(primary, hints, self.state.now_ns)
         self._per_peer[primary] = self._per_peer.get(primary, 0) + 1
@@ -163,20 +219,23 @@ class Hints:
     def on_answer(self, peer: str, request: int, reply: PutReply) -> None:
         """The primary answered; each hint is settled or queued again."""
         forward = self._take_forward(request)
-        if forward is None or len(reply.outcomes) != len(forward.hints):
-            if forward is not None:
-                self._requeue(forward.hints)
+        if forward is None:
             return
+        if len(reply.outcomes) != len(forward.hints):
+            self._requeue(forward.hints, rest=True)
+            return
+        bounced: list[Hint] = []
         for hint, outcome in zip(forward.hints, reply.outcomes, strict=True):
-            bounced = outcome.status is PutStatus.REFUSED and outcome.reason in (
-                RefuseReason.FENCED,
-                RefuseReason.CHECKSUM,
-                RefuseReason.DEADLINE,
-            )
-            if bounced and hint.deliveries < DELIVERIES_MAX:
-                self._requeue([hint])
+            if outcome.status is not PutStatus.REFUSED or outcome.reason not in _BOUNCES:
+                self._settle(hint, outcome)
+                continue
+            # A lapsed lease mends itself, however long it takes; bytes that do not match their checksum do not.
+            hint.rejections += outcome.reason is RefuseReason.CHECKSUM
+            if hint.rejections < REJECTIONS_MAX:
+                bounced.append(hint)
             else:
                 self._settle(hint, outcome)
+        self._requeue(bounced, rest=True)
 
     def _take_forward(self, request: int) -> Forward | None:
         forward = self.forwards.pop(request, None)
@@ -208,15 +267,15 @@ class Hints:
         directory.ref(entry.slot)
         directory.install(restamped(entry, version, entry.prev))
 
-    def _requeue(self, hints: list[Hint]) -> None:
+    def _requeue(self, hints: list[Hint], *, rest: bool = False) -> None:
+        """Back to the front, in their order; one that a later put of its key has replaced meanwhile ends here."""
         for hint in reversed(hints):
-            key = hint.entry.key
-            if key in self.queue:
-                # A later put of this key has been queued meanwhile: it replaces this one.
+            if self.pending.get(hint.entry.key) is not hint:
                 self._forget(hint, PutOutcome(PutStatus.SUPERSEDED))
-            else:
-                self.queue[key] = hint
-                self.queue.move_to_end(key, last=False)
+                continue
+            if rest:
+                self._resting.add(hint.entry.shard)
+            self._enqueue(hint, first=True)
 
     def on_peer_down(self, peer: str) -> None:
         """What was in flight may or may not have arrived: it waits again, as a fill."""
@@ -227,14 +286,16 @@ class Hints:
 
     def on_tick(self, now_ns: int) -> None:
         """A primary that does not answer for a whole lease is treated like a lost connection."""
+        self._resting.clear()
         limit_ns = self.state.settings.ttl_ns
         for request in [number for number, f in self.forwards.items() if now_ns - f.sent_ns > limit_ns]:
             forward = self._take_forward(request)
             if forward is not None:
                 self._requeue(forward.hints)
 
-    def release_op(self, op: int) -> None:
+    def release(self, op: int, keys: list[bytes]) -> None:
         """Nobody waits for this put any more; its hints go on by themselves."""
-        for hint in self.pending.values():
-            if hint.op == op:
+        for key in keys:
+            hint = self.pending.get(key)
+            if hint is not None and hint.op == op:
                 hint.op = 0

@@ -54,6 +54,8 @@ class Lease:
         self._sent_ns = 0
         self._waiting_since_ns = 0
         self._waiting_revision = 0
+        self._outwaited: LiveRecord | None = None
+        """A stranger's record under our name whose heartbeat stood still for a whole lease."""
 
     def open(self, now_ns: int) -> bool:
         """May this node act as primary of the shards that its records name, at this moment?"""
@@ -82,11 +84,11 @@ class Lease:
         if self.phase is Phase.MEMBER:
             self._renew(now_ns)
         elif self.phase is Phase.JOINING:
-            self._join(now_ns)
+            # Asked anew each time: another process may have joined under our name since the last attempt.
+            self._consider_start(now_ns)
 
     def _consider_start(self, now_ns: int) -> None:
-        record = self.state.view.live.get(self.state.settings.name)
-        if record is None or record.dead or record.incarnation == self.state.settings.previous_incarnation:
+        if self._name_is_free():
             self.phase = Phase.JOINING
             self._join(now_ns)
             return
@@ -95,18 +97,29 @@ class Lease:
         self._waiting_since_ns = now_ns
         self._waiting_revision = self._heartbeat_revision()
 
+    def _name_is_free(self) -> bool:
+        """Nobody else can still be acting under our name."""
+        settings = self.state.settings
+        record = self.state.view.live.get(settings.name)
+        if record is None or record.dead or record == self._outwaited:
+            return True
+        return record.incarnation in (settings.previous_incarnation, settings.incarnation)
+
     def _heartbeat_revision(self) -> int:
         beat = self.state.view.heartbeats.get(self.state.settings.name)
         return beat.revision if beat is not None else 0
 
     def _consider_waiting(self, now_ns: int) -> None:
         settings = self.state.settings
-        if self._heartbeat_revision() != self._waiting_revision:
-            self.phase = Phase.REFUSED
-            self.state.note(f"a node named {settings.name!r} is alive: stop it or start under another name", alarm=True)
-        elif now_ns - self._waiting_since_ns > settings.ttl_ns * (1 + settings.drift):
+        moved = self._heartbeat_revision() != self._waiting_revision
+        if not moved and now_ns - self._waiting_since_ns > settings.ttl_ns * (1 + settings.drift):
+            self._outwaited = self.state.view.live.get(settings.name)
+        if self._name_is_free():
             self.phase = Phase.JOINING
             self._join(now_ns)
+        elif moved:
+            self.phase = Phase.REFUSED
+            self.state.note(f"a node named {settings.name!r} is alive: stop it or start under another name", alarm=True)
 
     def _consider_lost(self) -> None:
         settings = self.state.settings
@@ -127,6 +140,9 @@ class Lease:
         live = LiveRecord(self.liveness_epoch, settings.incarnation, settings.address)
         beat = HeartbeatRecord(self.liveness_epoch, 0)
         compares = [Compare(self._live_key, view.live_revision.get(settings.name, 0))]
+        if record is not None and record == self._outwaited:
+            # Its process may have been slow and not gone: then its heartbeat has moved on by now.
+            compares.append(Compare(self._heartbeat_key, self._waiting_revision))
         writes = [Write(self._live_key, encode_record(live)), Write(self._heartbeat_key, encode_record(beat))]
         self._commit(now_ns, compares, writes)
 
@@ -181,10 +197,15 @@ class Lease:
     def _extended(self, event: Committed) -> None:
         settings = self.state.settings
         if self.phase is Phase.JOINING:
+            # The watch may be slow: what this node has just written it knows already.
+            view, name = self.state.view, settings.name
+            view.live[name] = LiveRecord(self.liveness_epoch, settings.incarnation, settings.address)
+            view.live_revision[name] = event.revision
             self._become_member(event.revision)
         if self.phase is not Phase.MEMBER:
             return
         self.deadline_ns = event.sent_ns + int(settings.ttl_ns * (1 - settings.drift)) - settings.margin_ns
-        if self.healthy_since_ns is None:
-            self.healthy_since_ns = event.sent_ns
+        if self.healthy_since_ns is None or event.now_ns - event.sent_ns > settings.heartbeat_ns:
+            # A commit that took this long was an outage for the others too: they need time to beat again.
+            self.healthy_since_ns = event.now_ns
         self.state.counters["renewals"] += 1

@@ -41,6 +41,8 @@ _FENCED = PutOutcome(PutStatus.REFUSED, reason=RefuseReason.FENCED)
 _BAD_BYTES = PutOutcome(PutStatus.REFUSED, reason=RefuseReason.CHECKSUM)
 _TOO_FEW_REPLICAS = PutOutcome(PutStatus.REFUSED, reason=RefuseReason.LEVEL_UNSUPPORTED)
 _ACCEPTED = PutOutcome(PutStatus.ACCEPTED, copies=1)
+_SUPERSEDED = PutOutcome(PutStatus.SUPERSEDED)
+_COUNTER = {status: f"put_{status.name.lower()}" for status in PutStatus}
 
 
 class PutOp(msgspec.Struct, gc=False):
@@ -54,8 +56,8 @@ class PutOp(msgspec.Struct, gc=False):
     open_items: int = 0
     copies: dict[int, PutOutcome] = msgspec.field(default_factory=dict)
     """Items that this primary has stored and that wait for more copies: index -> outcome so far."""
-    stamped: bool = False
-    """At least one item was stamped here, so the acknowledgement needs the gate once more."""
+    epochs: dict[int, int] = msgspec.field(default_factory=dict)
+    """Shards that this node has spoken for as primary, and under which epoch: the acknowledgement needs the same."""
 
 
 class Put:
@@ -120,24 +122,33 @@ class Put:
             else:
                 op.outcomes[index] = self._decide(op, index, checksum)
         op.open_items = op.outcomes.count(None)
+        if not op.begin.delete:
+            self.state.directory.residency.arrived(op.begin.keys)
         self.hints.flush(self.apply_hint)
         self._finish(op)
 
     def _may_stamp(self, shard: int) -> bool:
         view = self.state.view
-        epoch = view.primary_epoch[shard]
-        return epoch != 0 and view.epoch_seen[shard] <= epoch and self.lease.open(self.state.now_ns)
+        epoch, now_ns = view.primary_epoch[shard], self.state.now_ns
+        known = epoch != 0 and view.epoch_seen[shard] <= epoch and now_ns >= view.doubt_until_ns[shard]
+        return known and self.lease.open(now_ns)
 
     def _decide(self, op: PutOp, index: int, checksum: bytes) -> PutOutcome | None:
         begin = op.begin
         key, item, slot = begin.keys[index], begin.items[index], op.slots[index]
-        if self._may_stamp(shard_of(key)):
-            op.stamped = True
-            outcome, entry = self._stamp(key, item, slot, checksum, fresh=begin.fresh, delete=begin.delete)
-            if entry is None:
-                return outcome
-            self.stream.replicate(entry, op.op, index, begin.from_peer)
-            if not begin.session or begin.min_copies <= 1:
+        shard = shard_of(key)
+        if self._may_stamp(shard):
+            op.epochs[shard] = self.state.view.primary_epoch[shard]
+            if begin.min_copies == 0 and self._evicted_here(key, item, slot):
+                return _SUPERSEDED
+            outcome, entry = self._stamp(shard, key, item, slot, checksum, begin.fresh, begin.delete)
+            copies_wanted = begin.session and begin.min_copies > 1 and outcome.status is PutStatus.STORED
+            if entry is None and copies_wanted:
+                # A replay of what is stored already still has to hear of its copies: they are asked once more.
+                entry = self.state.directory.get(key)
+            if entry is not None:
+                self.stream.replicate(entry, op.op, index, begin.from_peer)
+            if not copies_wanted:
                 return outcome
             op.copies[index] = outcome
             return None
@@ -150,15 +161,19 @@ class Put:
     # -- as the primary --------------------------------------------------------------------------------------
 
     def _stamp(
-        self, key: bytes, item: PutItem, slot: Slot | None, checksum: bytes, *, fresh: bool, delete: bool
+        self, shard: int, key: bytes, item: PutItem, slot: Slot | None, checksum: bytes, fresh: bool, delete: bool
     ) -> tuple[PutOutcome, Entry | None]:
-        """Stores under a new version, or says what is there already; takes over the slot's reference."""
-        directory, shard = self.state.directory, shard_of(key)
-        current = directory.get(key)
+        """Stores under a new version, or (None) says what is there already; takes over the slot's reference."""
+        directory = self.state.directory
+        current = directory.shards[shard].get(key)
         if current is not None and not fresh and current.version > item.seen:
             if slot is not None:
                 directory.unref(slot)
-            same = current.put_id == item.put_id or (not delete and current.checksum == checksum)
+            # Bytes decide, not the put_id alone: a version that names the writer's bytes is what it may keep.
+            if delete:
+                same = current.slot is None and current.put_id == item.put_id
+            else:
+                same = current.slot is not None and current.checksum == checksum
             if same:
                 return PutOutcome(PutStatus.STORED, current.version, 1), None
             self.state.counters["conflicts"] += 1
@@ -166,6 +181,7 @@ class Put:
         version = self._next_version(shard)
         entry = make_entry(
             key,
+            shard=shard,
             state=EntryState.TOMBSTONE if delete else EntryState.COMMITTED,
             version=version,
             put_id=item.put_id,
@@ -179,6 +195,15 @@ class Put:
         self.stream.mark_applied(shard, entry)
         return PutOutcome(PutStatus.STORED, version, 1), entry
 
+    def _evicted_here(self, key: bytes, item: PutItem, slot: Slot | None) -> bool:
+        """A learner hands in what this primary had, and gave up for space: it need not come back."""
+        evicted = self.state.directory.evicted.get(key)
+        if evicted is None or evicted < item.seen:
+            return False
+        if slot is not None:
+            self.state.directory.unref(slot)
+        return True
+
     def _next_version(self, shard: int) -> Version:
         epoch = self.state.view.primary_epoch[shard]
         known, seq = self._seq[shard]
@@ -188,21 +213,34 @@ class Put:
 
     def apply_hint(self, hint: Hint) -> PutOutcome | None:
         """This node is the primary of a block that it was keeping for one: a fill. None while its lease is lapsed."""
-        if not self._may_stamp(hint.entry.shard):
+        shard = hint.entry.shard
+        if not self._may_stamp(shard):
             return None
-        slot = hint.entry.slot
+        slot, op = hint.entry.slot, self.ops.get(hint.op)
         if slot is not None:
             self.state.directory.ref(slot)
-        delete = slot is None
-        outcome, entry = self._stamp(hint.entry.key, hint.item, slot, hint.entry.checksum, fresh=False, delete=delete)
+        key, fresh = hint.entry.key, self.hints.is_fresh(hint)
+        outcome, entry = self._stamp(shard, key, hint.item, slot, hint.entry.checksum, fresh, slot is None)
+        copies_wanted = op is not None and hint.min_copies > 1 and outcome.status is PutStatus.STORED
+        if entry is None and copies_wanted:
+            entry = self.state.directory.get(key)
         if entry is not None:
-            self.stream.replicate(entry, 0, 0, "")
+            self.stream.replicate(entry, hint.op, hint.index, "")
+        if op is not None:
+            op.epochs[shard] = self.state.view.primary_epoch[shard]
+            if copies_wanted:
+                op.copies[hint.index] = outcome
+                hint.op = 0  # the copies settle it
         return outcome
 
-    def copied(self, op_number: int, index: int) -> None:
-        """One more in-sync replica holds an item."""
+    def copied(self, op_number: int, index: int, peer: str) -> None:
+        """One more replica holds an item; it counts if it holds all else too, so that it is the next to take over."""
         op = self.ops.get(op_number)
         if op is None or index not in op.copies:
+            return
+        shard = shard_of(op.begin.keys[index])
+        owner = self.state.view.owners[shard]
+        if peer not in self.repair.complete.get(shard, ()) and (owner is None or peer not in owner.in_sync):
             return
         outcome = op.copies[index]
         op.copies[index] = outcome = outcome._replace(copies=outcome.copies + 1)
@@ -218,7 +256,7 @@ class Put:
         directory = self.state.directory
         current = directory.get(key)
         same = current is not None and current.state is EntryState.COMMITTED and current.checksum == checksum
-        if same and not begin.session and not begin.delete and slot is not None:
+        if same and not begin.session and slot is not None and key not in self.hints.pending:
             directory.unref(slot)
             directory.residency.touch([key])
             return _ACCEPTED
@@ -236,7 +274,10 @@ class Put:
             item.key, item.put_id, item.length, entry.checksum, item.seen, item.depth, item.part, item.parts
         )
         waits = op.op if begin.session else 0
-        self.hints.add(Hint(entry, stated, begin.session, begin.fresh, begin.min_copies, waits, index))
+        copies = max(begin.min_copies, 1)
+        hint = Hint(entry, stated, begin.session, begin.fresh, copies, waits, index, self.state.now_ns)
+        if not self.hints.add(hint):
+            return _NO_SPACE
         return None if begin.session else _ACCEPTED
 
     # -- acknowledging ---------------------------------------------------------------------------------------
@@ -256,14 +297,27 @@ class Put:
             return
         del self.ops[op.op]
         outcomes = [outcome for outcome in op.outcomes if outcome is not None]
+        primary_epoch = self.state.view.primary_epoch
+        if any(primary_epoch[shard] != epoch for shard, epoch in op.epochs.items()):
+            self._withdraw(op, outcomes)
         for outcome in outcomes:
-            self.state.counters[f"put_{outcome.status.name.lower()}"] += 1
-        gate_ns = self.lease.deadline_ns if op.stamped else 0
+            self.state.counters[_COUNTER[outcome.status]] += 1
+        # At least 1: a lease that is lost altogether must not look like no gate.
+        gate_ns = max(self.lease.deadline_ns, 1) if op.epochs else 0
         self.state.out.append(PutDone(op.op, outcomes, gate_ns))
+
+    def _withdraw(self, op: PutOp, outcomes: list[PutOutcome]) -> None:
+        """A shard has another epoch than when this node stored for it: that store must not be acknowledged."""
+        for index, outcome in enumerate(outcomes):
+            shard = shard_of(op.begin.keys[index])
+            epoch = op.epochs.get(shard, 0)
+            if epoch and outcome.status is PutStatus.STORED and self.state.view.primary_epoch[shard] != epoch:
+                outcomes[index] = outcome._replace(status=PutStatus.UNKNOWN)
 
     def on_tick(self, now_ns: int) -> None:
         """Ends what is overdue; sends what can be sent now."""
         self.hints.on_tick(now_ns)
+        self.stream.on_tick(now_ns)
         for op in [op for op in self.ops.values() if op.filled and now_ns >= op.begin.deadline_ns]:
             self._expire(op)
         self.hints.flush(self.apply_hint)
@@ -278,14 +332,15 @@ class Put:
             else:
                 op.outcomes[index] = PutOutcome(PutStatus.QUEUED, copies=1)
         op.open_items = 0
-        self.hints.release_op(op.op)
+        self.hints.release(op.op, op.begin.keys)
         self._finish(op)
 
     def abort(self, op_number: int) -> None:
         """The sender vanished before its bytes were whole: room is given back, nothing is stored."""
-        op = self.ops.pop(op_number, None)
+        op = self.ops.get(op_number)
         if op is None or op.filled:
-            return
+            return  # what is stored already goes its way; its end is told, though nobody listens
+        del self.ops[op_number]
         for slot in op.slots:
             if slot is not None:
                 self.state.directory.unref(slot)

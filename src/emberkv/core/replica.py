@@ -44,7 +44,7 @@ class Replica:
             ev.ReplicaBegin: self.put.stream.on_begin,
             ev.ReplicaFilled: self.put.stream.on_filled,
             ev.OfferArrived: self.put.repair.on_offer,
-            ev.PutAnswered: lambda event: self.put.hints.on_answer(event.peer, event.request, event.reply),
+            ev.PutAnswered: self._on_put_answered,
             ev.ReplicateAnswered: lambda event: self.put.stream.on_answer(event.peer, event.request, event.reply),
             ev.OfferAnswered: lambda event: self.put.repair.on_answer(event.peer, event.request, event.reply),
             ev.PeerUp: self._on_peer_up,
@@ -64,6 +64,10 @@ class Replica:
         effects, state.out = state.out, []
         return effects
 
+    def _on_put_answered(self, event: ev.PutAnswered) -> None:
+        self.put.hints.on_answer(event.peer, event.request, event.reply)
+        self.put.hints.flush(self.put.apply_hint)
+
     def _on_unref(self, event: ev.Unref) -> None:
         unref = self.state.directory.unref
         for slot in event.slots:
@@ -74,10 +78,11 @@ class Replica:
         self.failover.on_tick(event.now_ns)
         self.put.on_tick(event.now_ns)
         self.put.repair.on_tick()
+        self.reads.on_tick(event.now_ns)
 
     def _on_peer_up(self, event: ev.PeerUp) -> None:
         self.state.peers_up.add(event.peer)
-        self.put.repair.on_tick()
+        self.put.repair.start()
         self.put.hints.flush(self.put.apply_hint)
 
     def _on_peer_down(self, event: ev.PeerDown) -> None:
@@ -93,8 +98,11 @@ class Replica:
         for key in view.undecodable:
             self.state.note(f"coordinator record {key!r} cannot be decoded: is another version running?")
         view.undecodable.clear()
-        self._notice_restarts()
+        if view.roles_changed:
+            self._notice_restarts()
         self.lease.on_records(event.now_ns, full=event.full)
+        if not view.roles_changed:
+            return  # heartbeats only, several times a lease: nothing else follows from them
         self._after_roles(before, [shard for shard, owner in enumerate(view.owners) if owner is not None])
         if self.lease.open(event.now_ns):
             self.failover.take(event.now_ns)
@@ -118,10 +126,10 @@ class Replica:
     def _after_roles(self, before: list[int], shards: list[int]) -> None:
         """New epochs of ours start with nothing known to be complete."""
         after = self.state.view.primary_epoch
-        for shard in shards:
-            if after[shard] != before[shard]:
-                self.put.repair.complete.pop(shard, None)
-        self.put.repair.on_roles([shard for shard in shards if after[shard]])
+        renewed = {shard for shard in shards if after[shard] != before[shard]}
+        for shard in renewed:
+            self.put.repair.complete.pop(shard, None)
+        self.put.repair.on_roles([shard for shard in shards if after[shard]], renewed)
 
     def _on_committed(self, event: ev.Committed) -> None:
         before = list(self.state.view.primary_epoch)

@@ -19,6 +19,8 @@ HINTS_MAX = 65536
 """Waiting hints; beyond it the oldest is dropped and counted (P8)."""
 OPS_MAX = 4096
 """Reads and writes in progress; beyond it new ones are refused, since their callers have long timed out."""
+ANSWER_OVERDUE_LEASES = 4
+"""A peer that has not answered a stream message for so many leases is taken to have lost it; repair compares then."""
 SHARDS_PER_COMMIT = 120
 """Owner records of one takeover commit: under the coordinator's bound of 128, with room for the guards."""
 SEND_BYTES_MAX = 64 << 20

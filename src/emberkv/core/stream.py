@@ -15,13 +15,17 @@ import msgspec
 from emberkv.core.directory import Entry, make_entry
 from emberkv.core.effects import Fill, ReplicaDone
 from emberkv.core.events import ReplicaBegin, ReplicaFilled
-from emberkv.core.hints import Hints
+from emberkv.core.hints import REJECTIONS_MAX, Hint, Hints
 from emberkv.core.merge import AppliedVector, merge, same_version_other_bytes, stamp_of
-from emberkv.core.state import OPS_MAX, SEND_BYTES_MAX, State
-from emberkv.messages import ReplicaItem, ReplicaStatus, Replicate, ReplicateReply
+from emberkv.core.state import ANSWER_OVERDUE_LEASES, OPS_MAX, SEND_BYTES_MAX, State
+from emberkv.messages import PutItem, ReplicaItem, ReplicaStatus, Replicate, ReplicateReply
 from emberkv.ports import Slot
-from emberkv.types import BATCH_KEYS_MAX, SHARDS, EntryState, shard_of
+from emberkv.types import BATCH_KEYS_MAX, KEY_BYTES, SHARDS, EntryState, shard_of
 
+HANDED_IN_MAX = 1024
+"""Hints beyond which a learner hands nothing in: fresh puts go first, and reads find its copies anyway."""
+REJECTED_MEMORY_MAX = 1024
+"""Keys whose checksum failures are counted; all are forgotten beyond it, which only means to try again."""
 BACKLOG_ITEMS_MAX = 8192
 """Unanswered items per peer; who falls out of it catches up by repair."""
 
@@ -41,6 +45,7 @@ class Flight(msgspec.Struct, gc=False):
 
     peer: str
     sent: list[Sent]
+    sent_ns: int
 
 
 class Receiving(msgspec.Struct, gc=False):
@@ -59,7 +64,7 @@ class Stream:
         self,
         state: State,
         hints: Hints,
-        copied: Callable[[int, int], None],
+        copied: Callable[[int, int, str], None],
         behind: Callable[[str, int], None],
         filled: Callable[[str, int, bool], None],
     ) -> None:
@@ -73,6 +78,8 @@ class Stream:
         self._batch: dict[str, list[Sent]] = {}
         self._backlog: dict[str, int] = {}
         self._receiving: dict[int, Receiving] = {}
+        self._rejected: dict[bytes, int] = {}
+        """Checksum failures per key that repair sent."""
 
     # -- sending ---------------------------------------------------------------------------------------------
 
@@ -140,7 +147,7 @@ class Stream:
                 )
             )
         request = self.state.send(peer, Replicate(items, fill=piece[0].fill), slots)
-        self.flights[request] = Flight(peer, piece)
+        self.flights[request] = Flight(peer, piece, self.state.now_ns)
 
     def on_answer(self, peer: str, request: int, reply: ReplicateReply) -> None:
         """A backup answered."""
@@ -161,15 +168,33 @@ class Stream:
             if sent.fill:
                 self.filled(peer, shard, True)
             elif sent.op and status != ReplicaStatus.NO_SPACE:
-                self.copied(sent.op, sent.index)
+                self.copied(sent.op, sent.index, peer)
         elif status == ReplicaStatus.NEED_PAYLOAD and not sent.payload and self.state.directory.is_current(sent.entry):
             self._queue(peer, Sent(sent.entry, sent.op, sent.index, sent.fill))
         else:
-            if status == ReplicaStatus.FENCED and epoch > self.state.view.epoch_seen[shard]:
-                # Somebody speaks for a higher epoch: this node's own record is out of date, whatever its lease says.
-                self.state.view.epoch_seen[shard] = epoch
-                self.state.counters["fenced_by_peer"] += 1
+            if status == ReplicaStatus.FENCED:
+                self.doubt(shard, epoch)
+            if status == ReplicaStatus.CHECKSUM and sent.fill and self._hopeless(sent.entry):
+                self.filled(peer, shard, True)
+                return
             self._lost(peer, sent)
+
+    def _hopeless(self, entry: Entry) -> bool:
+        """Bytes that fail again and again are bad in this node's memory: repair must not send them for ever. They
+        stay until a read verifies them, which drops them."""
+        if len(self._rejected) >= REJECTED_MEMORY_MAX:
+            self._rejected.clear()
+        self._rejected[entry.key] = count = self._rejected.get(entry.key, 0) + 1
+        self.state.counters["fills_rejected"] += 1
+        return count > REJECTIONS_MAX
+
+    def doubt(self, shard: int, epoch: int) -> None:
+        """A peer claims that somebody speaks for a higher epoch. Only the coordinator's record makes that true, so
+        until it had time to arrive this node keeps still, whatever its lease says; then it believes its own record."""
+        view = self.state.view
+        if epoch > max(view.epoch_seen[shard], view.primary_epoch[shard]):
+            view.doubt_until_ns[shard] = self.state.now_ns + self.state.settings.ttl_ns
+            self.state.counters["fenced_by_peer"] += 1
 
     def _lost(self, peer: str, sent: Sent) -> None:
         if sent.fill:
@@ -183,6 +208,15 @@ class Stream:
             for sent in self.flights.pop(request).sent:
                 self._lost(peer, sent)
         self._backlog.pop(peer, None)
+
+    def on_tick(self, now_ns: int) -> None:
+        """What was never answered is taken as lost; a late answer finds no flight and changes nothing."""
+        limit_ns = ANSWER_OVERDUE_LEASES * self.state.settings.ttl_ns
+        for request in [number for number, f in self.flights.items() if now_ns - f.sent_ns > limit_ns]:
+            flight = self.flights.pop(request)
+            self._backlog[flight.peer] = self._backlog.get(flight.peer, 0) - len(flight.sent)
+            for sent in flight.sent:
+                self._lost(flight.peer, sent)
 
     # -- receiving -------------------------------------------------------------------------------------------
 
@@ -224,9 +258,18 @@ class Stream:
         receiving = self._receiving.pop(event.op, None)
         if receiving is None:
             return
+        epoch_seen = self.state.view.epoch_seen
         for index, (item, slot, checksum) in enumerate(
             zip(receiving.items, receiving.slots, event.checksums, strict=True)
         ):
+            if receiving.statuses[index] == ReplicaStatus.STORED and item.authority < epoch_seen[shard_of(item.key)]:
+                # A higher epoch was learned while the bytes came in.
+                receiving.statuses[index] = int(ReplicaStatus.FENCED)
+                receiving.epochs[index] = epoch_seen[shard_of(item.key)]
+                if slot is not None:
+                    self.state.directory.unref(slot)
+            if receiving.statuses[index] == ReplicaStatus.NO_SPACE:
+                self._no_space(item)
             if receiving.statuses[index] != ReplicaStatus.STORED:
                 continue
             if item.payload and checksum != item.checksum:
@@ -235,7 +278,18 @@ class Stream:
                     self.state.directory.unref(slot)
                 continue
             receiving.statuses[index] = int(self._merge_in(item, slot))
+        self.state.directory.residency.arrived([item.key for item in receiving.items])
         self.state.out.append(ReplicaDone(event.op, ReplicateReply(receiving.statuses, receiving.epochs)))
+
+    def _no_space(self, item: ReplicaItem) -> None:
+        """The write counts as processed although there was no room for it: nothing older may stay in its place."""
+        directory = self.state.directory
+        current = directory.get(item.key)
+        if current is None:
+            directory.remember_evicted(item.key, max(item.version, directory.evicted.get(item.key, item.version)))
+        elif current.version < item.version:
+            directory.evict(current, item.version)
+        self._mark_applied(item)
 
     def _merge_in(self, item: ReplicaItem, slot: Slot | None) -> ReplicaStatus:
         directory = self.state.directory
@@ -253,7 +307,7 @@ class Stream:
                 self._mark_applied(item)
                 return ReplicaStatus.STORED if mine == theirs else ReplicaStatus.STALE
         if state is EntryState.COMMITTED and slot is None:
-            slot = self._bytes_already_here(item, current)
+            slot = self.adopt(item.key, item.checksum)
             if slot is None:
                 return ReplicaStatus.NEED_PAYLOAD
         directory.install(
@@ -272,21 +326,34 @@ class Stream:
         self._mark_applied(item)
         return ReplicaStatus.STORED
 
-    def _bytes_already_here(self, item: ReplicaItem, current: Entry | None) -> Slot | None:
+    def adopt(self, key: bytes, checksum: bytes) -> Slot | None:
         """This node accepted the put itself, or holds equal bytes under a lower version: one more reference of them."""
-        hint = self.hints.pending.get(item.key)
-        for entry in (hint.entry if hint is not None else None, current):
-            if entry is not None and entry.slot is not None and entry.checksum == item.checksum:
-                return self.state.directory.ref(entry.slot)
-        return None
-
-    def adopt(self, item_key: bytes, checksum: bytes) -> Slot | None:
-        """As `_bytes_already_here`, for heads that a primary offers."""
-        hint = self.hints.pending.get(item_key)
-        for entry in (hint.entry if hint is not None else None, self.state.directory.get(item_key)):
+        hint = self.hints.pending.get(key)
+        for entry in (hint.entry if hint is not None else None, self.state.directory.get(key)):
             if entry is not None and entry.slot is not None and entry.checksum == checksum:
                 return self.state.directory.ref(entry.slot)
         return None
+
+    def hand_in(self, entry: Entry) -> None:
+        """Asks the primary to stamp anew what this learner holds above it (repair.py)."""
+        if self.hints.count() >= HANDED_IN_MAX or entry.key in self.hints.pending:
+            return
+        if entry.slot is not None:
+            self.state.directory.ref(entry.slot)
+        # It has seen its own version, so it wins against anything lower; min_copies 0: nobody waits for it, and a
+        # primary that evicted it on purpose need not take it back.
+        item = PutItem(
+            entry.key[-KEY_BYTES:],
+            entry.put_id,
+            entry.length,
+            entry.checksum,
+            entry.version,
+            entry.depth,
+            0,
+            entry.parts,
+        )
+        self.hints.add(Hint(entry, item, session=False, fresh=False, min_copies=0))
+        self.state.counters["handed_in"] += 1
 
     def _mark_applied(self, item: ReplicaItem) -> None:
         self.mark_applied(shard_of(item.key), item)

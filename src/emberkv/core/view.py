@@ -35,6 +35,12 @@ def owner_key(shard: int) -> str:
     return f"{OWNER_PREFIX}{shard:03d}"
 
 
+def shard_of_key(key: str) -> int | None:
+    """Shard of an owner record's key; None when it names none (a record of another version)."""
+    text = key[len(OWNER_PREFIX) :]
+    return int(text) if text.isascii() and text.isdigit() and int(text) < SHARDS else None
+
+
 class Heartbeat(msgspec.Struct):
     """When a node's heartbeat was last seen to move, on this node's clock."""
 
@@ -61,12 +67,17 @@ class ClusterView:
         self.epoch_seen: list[int] = [0] * SHARDS
         """Highest epoch known per shard: streams of lower authority are refused."""
         self.undecodable: list[str] = []
+        self.doubt_until_ns: list[int] = [0] * SHARDS
+        """A peer claimed a higher epoch: until then this node does not act as primary, unless its record is newer."""
+        self.roles_changed = False
+        """Did the last records change more than heartbeats?"""
 
     def apply(self, records: Sequence[Record], deleted: Sequence[str], *, full: bool, now_ns: int) -> None:
         """Takes changes in; `full` replaces everything."""
         if full:
             known = {record.key for record in records}
             deleted = [key for key in self._keys() if key not in known]
+        self.roles_changed = full
         for key in deleted:
             self._delete(key)
         for record in records:
@@ -75,7 +86,8 @@ class ClusterView:
             except (msgspec.MsgspecError, ValueError):
                 self.undecodable.append(record.key)
             self.revision = max(self.revision, record.revision)
-        self._recompute()
+        if self.roles_changed:
+            self._recompute()
 
     def _keys(self) -> list[str]:
         keys = [LIVE_PREFIX + name for name in self.live] + [HEARTBEAT_PREFIX + name for name in self.heartbeats]
@@ -83,13 +95,16 @@ class ClusterView:
 
     def _delete(self, key: str) -> None:
         if key.startswith(LIVE_PREFIX):
+            self.roles_changed = True
             self.live.pop(key[len(LIVE_PREFIX) :], None)
             self.live_revision.pop(key[len(LIVE_PREFIX) :], None)
         elif key.startswith(HEARTBEAT_PREFIX):
             self.heartbeats.pop(key[len(HEARTBEAT_PREFIX) :], None)
         elif key.startswith(OWNER_PREFIX):
-            shard = int(key[len(OWNER_PREFIX) :])
-            self.owners[shard], self.owner_revision[shard] = None, 0
+            shard = shard_of_key(key)
+            if shard is not None:
+                self.roles_changed = True
+                self.owners[shard], self.owner_revision[shard] = None, 0
 
     def _put(self, record: Record, now_ns: int) -> None:
         key = record.key
@@ -102,11 +117,15 @@ class ClusterView:
         elif key.startswith(LIVE_PREFIX):
             name = key[len(LIVE_PREFIX) :]
             if record.revision > self.live_revision.get(name, 0):
+                self.roles_changed = True
                 self.live[name] = _decode_live(record.value)
                 self.live_revision[name] = record.revision
         elif key.startswith(OWNER_PREFIX):
-            shard = int(key[len(OWNER_PREFIX) :])
-            if record.revision > self.owner_revision[shard]:
+            shard = shard_of_key(key)
+            if shard is None:
+                self.undecodable.append(key)
+            elif record.revision > self.owner_revision[shard]:
+                self.roles_changed = True
                 owner = _decode_owner(record.value)
                 self.owners[shard], self.owner_revision[shard] = owner, record.revision
                 self.epoch_seen[shard] = max(self.epoch_seen[shard], owner.epoch)

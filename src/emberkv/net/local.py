@@ -79,7 +79,7 @@ class LocalListener:
             os.close(self._lock_fd)
             raise
         _listeners.add(self)
-        self._thread = threading.Thread(target=self._accept, name="local-accept", daemon=True)
+        self._thread = threading.Thread(target=self._accept, name="accept local", daemon=True)
         self._thread.start()
 
     def _accept(self) -> None:
@@ -94,7 +94,7 @@ class LocalListener:
                 time.sleep(0.1)
                 continue
             link = LocalLink(connection)
-            thread = threading.Thread(target=self._serve, args=(link,), name="local-link", daemon=True)
+            thread = threading.Thread(target=self._serve, args=(link,), name="local ", daemon=True)
             with self._lock:
                 admitted = len(self._links) < self._connections_max and not self._closing.is_set()
                 if admitted:

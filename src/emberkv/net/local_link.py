@@ -228,6 +228,28 @@ def check_path(path: str) -> str:
     return path
 
 
+def exchange_hello(link: LocalLink, hello: Hello) -> tuple[Message, tuple[int, ...]]:
+    """Sends HELLO and takes the answer with its descriptors.
+
+    A node that is full answers before it was asked and closes: then sending fails, and the first receive reports the
+    reset, but the reason is still there to be read.
+    """
+    lost: LinkClosed | None = None
+    try:
+        link.send(hello, 0)
+    except LinkClosed as error:
+        lost = error
+    for _ in range(2):
+        try:
+            _, answer, fds = link.recv(DESCRIPTORS_MAX)
+        except LinkClosed as error:
+            lost = lost or error
+        else:
+            return answer, fds
+    assert lost is not None
+    raise lost
+
+
 def connect_local(path: str, hello: Hello, timeout_ms: int) -> tuple[LocalLink, Welcome, int, int]:
     """Connects and shakes hands: (link, welcome, arena descriptor, staging descriptor); -1 for one that was not sent.
 
@@ -245,14 +267,15 @@ def connect_local(path: str, hello: Hello, timeout_ms: int) -> tuple[LocalLink, 
             connection.connect(path)
         except OSError as error:
             raise Unavailable(f"no node answers at unix:{path}: {error.strerror}") from error
-        link.send(hello, 0)
-        _, answer, fds = link.recv(DESCRIPTORS_MAX)
+        answer, fds = exchange_hello(link, hello)
         if isinstance(answer, ErrorFrame):
             raise (HandshakeRefused if answer.refused else Unavailable)(f"unix:{path}: {answer.text}")
         if not isinstance(answer, Welcome):
             raise ProtocolError(f"unix:{path} answered the handshake with {type(answer).__name__}")
         if not hello.wire_min <= answer.wire <= hello.wire_max:
             raise ProtocolError(f"unix:{path} chose wire version {answer.wire}, which was not offered")
+        if hello.cluster_id and answer.cluster_id != hello.cluster_id:
+            raise HandshakeRefused(f"unix:{path} belongs to cluster {answer.cluster_id!r}, not {hello.cluster_id!r}")
         expected = bool(answer.arena_bytes) + bool(answer.staging_bytes)
         if len(fds) != expected:
             raise ProtocolError(f"unix:{path} sent {len(fds)} descriptors where its welcome states {expected}")

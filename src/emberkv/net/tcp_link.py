@@ -35,7 +35,7 @@ RATE_MIN_BYTES_PER_S: Final = 64 << 20
 """Slowest payload that is still called alive: 0.5 Gb/s. Bounds the time that a dripping peer can hold a thread."""
 TIMEOUT_STEP_US: Final = 4000
 TIMEOUT_STEP_NS: Final = TIMEOUT_STEP_US * 1000
-"""Receive timeouts are rounded up to this, about the kernel's own tick, so that equal budgets need no new setsockopt."""
+"""Receive timeouts are rounded up to this, about the kernel's tick, so that equal budgets need no new setsockopt."""
 USER_TIMEOUT_MS: Final = 3000
 """TCP_USER_TIMEOUT: unacknowledged data this old ends the connection, so a half-open one is noticed."""
 
@@ -93,6 +93,7 @@ class TcpLink:
         "closed",
         "eof",
         "peer_address",
+        "send_ns",
     )
 
     def __init__(self, connection: socket.socket, peer_address: str = "") -> None:
@@ -106,6 +107,8 @@ class TcpLink:
         self.eof = False
         """The other side ended the connection (as opposed to a deadline that passed)."""
         self.peer_address = peer_address
+        self.send_ns = 0
+        """How long the last `send` took: a small one that took milliseconds waited for the interpreter lock."""
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -205,9 +208,10 @@ class TcpLink:
             total += view.nbytes
         frame = encode(message, request_id, total)
         with self._send_lock:
-            if not payload:
-                return self._send_all([frame], len(frame))
-            return self._send_all([frame, *payload], len(frame) + total)
+            start_ns = now_ns()
+            made = self._send_all([frame, *payload], len(frame) + total)
+            self.send_ns = now_ns() - start_ns
+            return made
 
     def _send_all(self, buffers: Sequence[bytes | memoryview], total: int) -> int:
         """Sends all buffers in order: in one call, unless they are over IOV_MAX or the kernel stops short."""

@@ -44,7 +44,7 @@ class Coordination:
         self._handle = handle
         self._commit_deadline_ms = commit_deadline_ms
         self._watch_deadline_ms = watch_deadline_ms
-        self._queue: queue.Queue[tuple[Commit, int] | None] = queue.Queue(COMMITS_QUEUED_MAX)
+        self._queue: queue.Queue[Commit | None] = queue.Queue(COMMITS_QUEUED_MAX)
         self._stop = threading.Event()
         self._troubled = False
         self._threads = [
@@ -57,21 +57,21 @@ class Coordination:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, commit: Commit, sent_ns: int) -> None:
+    def submit(self, commit: Commit) -> None:
         """Queues a commit; when too many wait, its outcome is unknown at once."""
         try:
-            self._queue.put_nowait((commit, sent_ns))
+            self._queue.put_nowait(commit)
         except queue.Full:
             # Told by another thread: the caller may hold what the event needs.
-            unknown = ev.Committed(self._clock.now_ns(), commit.op, CommitStatus.UNKNOWN, 0, sent_ns)
+            now_ns = self._clock.now_ns()
+            unknown = ev.Committed(now_ns, commit.op, CommitStatus.UNKNOWN, 0, now_ns)
             threading.Thread(target=self._handle, args=(unknown,), daemon=True).start()
 
     def _commit_all(self) -> None:
         while not self._stop.is_set():
-            item = self._queue.get()
-            if item is None:
+            commit = self._queue.get()
+            if commit is None:
                 return
-            commit, _ = item
             # Dated from this send: what waited in the queue must not lengthen a lease, nor may it shorten its use.
             sent_ns = self._clock.now_ns()
             result = self._commit(commit)

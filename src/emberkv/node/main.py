@@ -28,7 +28,7 @@ from emberkv.core.effects import Commit
 from emberkv.core.lease import Phase
 from emberkv.core.replica import Replica
 from emberkv.core.state import Settings
-from emberkv.errors import NameInUse
+from emberkv.errors import InvariantViolation, NameInUse, Unavailable
 from emberkv.messages import Message, NodeAddress, Role
 from emberkv.net.local import LocalListener
 from emberkv.net.peers import PeerStreams
@@ -48,6 +48,8 @@ log = logging.getLogger("emberkv.node")
 
 SWITCH_INTERVAL_S = 0.0002
 """A thread that wants the interpreter gets it after this long: the heartbeat must not wait behind 64 readers."""
+CONNECTION_THREADS = ("tcp ", "local ")
+"""Names of threads that serve one stranger each; all other threads are vital."""
 TICKS_PER_TTL = 60
 """Tick period = ttl / 60, between 5 and 50 ms: fine enough that a tick adds little to a failover."""
 
@@ -90,15 +92,41 @@ class LateCommitter:
     def __init__(self) -> None:
         self.target: Coordination | None = None
 
-    def submit(self, commit: Commit, sent_ns: int) -> None:
+    def submit(self, commit: Commit) -> None:
         """As runtime.Committer."""
         if self.target is not None:
-            self.target.submit(commit, sent_ns)
+            self.target.submit(commit)
 
 
 def host_id() -> str:
     """Boot id: equal means same machine."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def core_settings(
+    cluster: ClusterConfig,
+    config: NodeConfig,
+    address: NodeAddress,
+    incarnation: bytes,
+    generation: int,
+    directory: DataDirectory,
+) -> Settings:
+    """What the core must know of the configuration; its times follow from the failover budget."""
+    budget = cluster.budget()
+    return Settings(
+        name=config.name,
+        incarnation=incarnation,
+        address=address,
+        members=tuple(sorted(cluster.members)),
+        generation=generation,
+        factor=cluster.factor,
+        ttl_ns=int(budget.ttl_ms * 1e6),
+        drift=budget.costs.drift,
+        margin_ns=int(budget.margin_ms * 1e6),
+        commit_ns=int(budget.costs.commit_ms * 1e6),
+        hint_bytes_max=config.arena_bytes // 4,
+        previous_incarnation=directory.previous_incarnation,
+    )
 
 
 class Node:
@@ -146,21 +174,7 @@ class Node:
         self._on_close("peers", transport.close)
         self._on_close("TCP listener", listener.stop)
         address = NodeAddress(config.name, listener.address, str(config.socket_path), host_id())
-        settings = Settings(
-            name=config.name,
-            incarnation=incarnation,
-            address=address,
-            members=tuple(sorted(cluster.members)),
-            generation=coordinator.generation(),
-            factor=cluster.factor,
-            ttl_ns=int(budget.ttl_ms * 1e6),
-            drift=budget.costs.drift,
-            margin_ns=int(budget.margin_ms * 1e6),
-            commit_ns=int(budget.costs.commit_ms * 1e6),
-            hint_bytes_max=config.arena_bytes // 4,
-            previous_incarnation=directory.previous_incarnation,
-        )
-        core = Replica(settings, tier)
+        core = Replica(core_settings(cluster, config, address, incarnation, coordinator.generation(), directory), tier)
         self.runtime = Runtime(core, tier, clock, transport, fetcher, committer, self._note)
         period_ms = min(50.0, max(5.0, budget.ttl_ms / TICKS_PER_TTL))
         ticker = Ticker(period_ms, lambda: self.runtime.handle(ev.Tick(clock.now_ns())))
@@ -200,6 +214,16 @@ class Node:
             self.failure = NameInUse(text)
             self.stopped.set()
 
+    def on_thread_death(self, death: threading.ExceptHookArgs) -> None:
+        """A bug ended a thread. A connection's thread ends alone; without any other one the node would be half alive,
+        renewing leases that it cannot serve, so it ends as a whole and its shards are taken over."""
+        name = death.thread.name if death.thread is not None else "?"
+        error = death.exc_value
+        log.critical("thread %s died: %r", name, error, exc_info=error)
+        if isinstance(error, InvariantViolation) or not name.startswith(CONNECTION_THREADS):
+            self.failure = Unavailable(f"node stopped: thread {name} died: {error!r}")
+            self.stopped.set()
+
     def close(self) -> None:
         """Takes everything down, last built first; one part that fails does not keep the others up."""
         while self._closers:
@@ -219,6 +243,7 @@ def run(cluster: ClusterConfig, config: NodeConfig) -> None:
     )
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     node = Node(cluster, config)
+    threading.excepthook = node.on_thread_death
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: node.stopped.set())
     # What was built lives as long as the process: the collector need not look at it again.

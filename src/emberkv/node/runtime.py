@@ -46,7 +46,7 @@ class Fetcher(Protocol):
 class Committer(Protocol):
     """Commits at the coordinator in another thread; the outcome comes back as event Committed."""
 
-    def submit(self, commit: fx.Commit, sent_ns: int) -> None:
+    def submit(self, commit: fx.Commit) -> None:
         """Queues a commit; never blocks."""
         ...
 
@@ -119,7 +119,7 @@ class Runtime:
         """Performs effects that belong to no read of this thread."""
         for effect in effects:
             if isinstance(effect, fx.Commit):
-                self.committer.submit(effect, self.now_ns())
+                self.committer.submit(effect)
             elif isinstance(effect, fx.Note):
                 self.note(effect.text, effect.alarm)
             elif isinstance(effect, fx.Connect):

@@ -63,7 +63,7 @@ class _Slab(msgspec.Struct, gc=False):
 
 
 class SlabArena:
-    """Allocator over `total_bytes`, in slabs of at most `slab_bytes`; raises ConfigError for a size it cannot manage."""
+    """Allocator over `total_bytes`, in slabs of at most `slab_bytes`; raises ConfigError when that is no page."""
 
     def __init__(self, total_bytes: int, slab_bytes: int = SLAB_BYTES) -> None:
         total = total_bytes // SLOT_ALIGN * SLOT_ALIGN
@@ -87,7 +87,7 @@ class SlabArena:
 
     def reserve(self, length: int) -> Slot | None:
         """A slot for `length` bytes (0 takes one page too), or None when there is no room for that size."""
-        size_class = -(-length // SLOT_ALIGN) * SLOT_ALIGN or SLOT_ALIGN
+        size_class = -(-length // SLOT_ALIGN) * SLOT_ALIGN or SLOT_ALIGN  # class_of(), without the call
         partial = self._partial.get(size_class)
         if partial:
             # The slab that was touched first keeps being filled; later ones then have a chance to run empty.
@@ -118,7 +118,7 @@ class SlabArena:
         if slab is None or not size_class or slab.size_class != size_class:
             raise InvariantViolation(f"slot at {slot.offset} is released twice or is not from this arena")
         index, rest = divmod(slot.offset - slab.start, size_class)
-        if rest or not slab.taken[index]:
+        if rest or index >= slab.capacity or not slab.taken[index]:
             raise InvariantViolation(f"slot at {slot.offset} is released twice or is not from this arena")
         slot.size_class = 0
         slab.taken[index] = 0
@@ -194,7 +194,7 @@ class SlabArena:
         return slab
 
     def _unbind(self, slab: _Slab) -> None:
-        """Gives an empty slab back to the pool, and forgets a size that nothing uses any more (so maps stay bounded)."""
+        """Gives an empty slab back to the pool, and forgets a size that nothing uses (so the maps stay bounded)."""
         size_class = slab.size_class
         partial = self._partial[size_class]
         partial.pop(slab.start, None)

@@ -1,52 +1,44 @@
 """The DRAM tier: one sealed memory file that the node writes and its clients map read-only.
 
+Why it exists: a block of the near node is read in place, without a copy and without trust in the reader.
 Laws: the file is mapped writable once, before F_SEAL_FUTURE_WRITE; after it nobody, not even the node through a new
-descriptor, can map or write it; it can neither shrink nor grow, so no reader faults. Memory is touched in the background
-after the start, because first touch costs an order of magnitude more than later copies.
+descriptor, can map or write it; it can neither shrink nor grow, so no reader faults. Its memory is touched in the
+background after the start.
+Limits: not larger than MEMORY_SHARE_MAX of the memory that is free at the start (P8); one lock outside protects
+reserve and release (the runtime's).
 """
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import mmap
 import os
-import threading
-from pathlib import Path
+from typing import Final
 
-from emberkv.errors import ConfigError
+from emberkv.errors import ConfigError, InvariantViolation
 from emberkv.ports import Slot as AnySlot
 from emberkv.storage.arena import SlabArena, Slot, victim_helps
+from emberkv.storage.mapping import (
+    F_SEAL_FUTURE_WRITE,
+    SIZE_SEALS,
+    Prefault,
+    available_bytes,
+    close_map,
+    huge_bytes_of,
+    huge_page_policy,
+    memory_file,
+)
 
-F_SEAL_FUTURE_WRITE = 0x0010
-MADV_POPULATE_WRITE = 23
-PREFAULT_PIECE_BYTES = 16 << 20
-"""Small enough that `close` and other threads wait milliseconds, large enough that the call costs nothing."""
-MEMORY_SHARE_MAX = 0.9
+MEMORY_SHARE_MAX: Final = 0.9
 """An arena may take this much of the memory that is available now; the rest is for the process and its peers."""
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-
-
-def available_bytes() -> int:
-    """MemAvailable, or the cgroup's limit if that is lower."""
-    available = 1 << 62
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
-    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            text = Path(limit).read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            available = min(available, int(text))
-    return available
+_NAME: Final = "emberkv-arena"
 
 
 class DramTier:
-    """The Tier port over a sealed memfd. Raises ConfigError when the memory is not there."""
+    """The Tier port over a sealed memfd of `total_bytes`. Raises ConfigError when the memory is not there.
+
+    `fd` may be given to any local process. `view` may be called from any thread that owns the slot.
+    """
 
     def __init__(self, total_bytes: int) -> None:
         available = available_bytes()
@@ -55,20 +47,19 @@ class DramTier:
                 f"arena_bytes: {total_bytes >> 20} MiB is more than this machine can give "
                 f"({available >> 20} MiB available): make the arena smaller"
             )
-        self.arena = SlabArena(total_bytes)
-        self.total_bytes = self.arena.total_bytes
-        self.fd = os.memfd_create("emberkv-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self.fd, self.total_bytes)
-        self._map = mmap.mmap(self.fd, self.total_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-        fcntl.fcntl(
-            self.fd,
-            fcntl.F_ADD_SEALS,
-            F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL,
-        )
+        self.arena: Final = SlabArena(total_bytes)
+        self.total_bytes: Final = self.arena.total_bytes
+        self.fd = memory_file(_NAME, self.total_bytes)
+        try:
+            self._map = mmap.mmap(self.fd, self.total_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+            # Only now: the seal refuses every map or write that comes after it, and spares the one that exists.
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, F_SEAL_FUTURE_WRITE | SIZE_SEALS)
+        except OSError as error:
+            os.close(self.fd)
+            raise ConfigError(f"arena_bytes: cannot map {self.total_bytes >> 20} MiB: {error.strerror}") from error
         self._view = memoryview(self._map)
-        self._prefaulted = 0
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._prefault: Prefault | None = None
+        self._huge_bytes = -1
 
     def reserve(self, length: int) -> Slot | None:
         """As ports.Tier."""
@@ -79,8 +70,9 @@ class DramTier:
         return self._view[slot.offset : slot.offset + slot.length]
 
     def release(self, slot: AnySlot) -> None:
-        """As ports.Tier."""
-        assert isinstance(slot, Slot)
+        """As ports.Tier. Raises InvariantViolation for a slot that is not live here."""
+        if not isinstance(slot, Slot):
+            raise InvariantViolation(f"a slot of another tier was given to the DRAM tier: {slot!r}")
         self.arena.release(slot)
 
     def usage(self) -> tuple[int, int]:
@@ -92,31 +84,37 @@ class DramTier:
         return victim_helps(slot.length, length)
 
     def prefault(self) -> None:
-        """Begins to touch the whole arena in the background."""
-        self._thread = threading.Thread(target=self._prefault, name="prefault", daemon=True)
-        self._thread.start()
-
-    def _prefault(self) -> None:
-        base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        while self._prefaulted < self.total_bytes and not self._stop.is_set():
-            size = min(PREFAULT_PIECE_BYTES, self.total_bytes - self._prefaulted)
-            # ctypes gives the interpreter away during the call. A kernel without this advice touches at first use.
-            if _libc.madvise(base + self._prefaulted, size, MADV_POPULATE_WRITE) != 0:
-                return
-            self._prefaulted += size
+        """Begins to touch the whole arena in the background; `stats` shows how far it is. Once."""
+        if self._prefault is None:
+            self._prefault = Prefault(self._map, self.total_bytes, "prefault")
 
     def stats(self) -> dict[str, object]:
-        """What `status` shows: bytes touched so far, and whether huge pages may back the file."""
-        try:
-            text = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled").read_text()
-            thp = text[text.index("[") + 1 : text.index("]")]
-        except (OSError, ValueError):
-            thp = "unknown"
-        return {"prefaulted_bytes": self._prefaulted, "total": self.total_bytes, "thp": thp, "hugetlb": False}
+        """What `status` shows.
+
+        `prefaulted_bytes` of `total` touched so far; `thp`: the system's policy for huge pages behind memory files;
+        `thp_bytes`: what it came to, -1 until the prefault is through; `hugetlb`: reserved huge pages, never used.
+        """
+        done = self._prefault.done_bytes if self._prefault is not None else 0
+        if done == self.total_bytes and self._huge_bytes < 0:
+            self._huge_bytes = huge_bytes_of(_NAME)
+        return {
+            "prefaulted_bytes": done,
+            "total": self.total_bytes,
+            "thp": huge_page_policy(),
+            "thp_bytes": self._huge_bytes,
+            "hugetlb": False,
+        }
 
     def close(self) -> None:
-        """Stops touching and gives the descriptor back; the map lives until its last view is gone."""
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join(timeout=5)
+        """Stops touching and gives the descriptor back; the map lives until its last view is gone. Repeatable."""
+        if self.fd < 0:
+            return
+        if self._prefault is not None:
+            self._prefault.stop()
         os.close(self.fd)
+        self.fd = -1
+        try:
+            self._view.release()
+        except BufferError:
+            return  # numpy or a socket call still reads a slot: the last view takes the map with it
+        close_map(self._map)

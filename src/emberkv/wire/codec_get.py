@@ -31,6 +31,7 @@ from emberkv.wire.frame import (
     check_most,
     check_payload,
     make_version,
+    require_batch,
     unpack_head,
 )
 
@@ -54,9 +55,10 @@ def get_reply_bytes(key_count: int) -> int:
     return HEADER_BYTES + _REPLY.size + key_count * _INFO.size
 
 
-def _join_keys(keys: list[bytes]) -> bytes:
-    if len(keys) > BATCH_KEYS_MAX or not set(map(len, keys)) <= {KEY_BYTES}:
-        raise InvariantViolation(f"a batch is at most {BATCH_KEYS_MAX} keys of {KEY_BYTES} bytes (callers check)")
+def _join_keys(kind: Kind, keys: list[bytes]) -> bytes:
+    require_batch(kind, len(keys))
+    if not set(map(len, keys)) <= {KEY_BYTES}:
+        raise InvariantViolation(f"keys have {KEY_BYTES} bytes; callers check that")
     return b"".join(keys)
 
 
@@ -73,7 +75,7 @@ def _split_keys(kind: Kind, body: bytes, count: int) -> list[bytes]:
 
 def encode_get(message: GetRequest) -> bytes:
     """Body of GET."""
-    keys = _join_keys(message.keys)
+    keys = _join_keys(Kind.GET, message.keys)
     return _ASK.pack(message.deadline_ms, len(message.keys), message.flags, message.level, message.part) + keys
 
 
@@ -88,7 +90,9 @@ def decode_get(body: bytes, _payload_len: int) -> GetRequest:
 
 def encode_exists(message: ExistsRequest) -> bytes:
     """Body of EXISTS: that of GET with level and part 0."""
-    return _ASK.pack(message.deadline_ms, len(message.keys), message.flags, 0, 0) + _join_keys(message.keys)
+    return _ASK.pack(message.deadline_ms, len(message.keys), message.flags, 0, 0) + _join_keys(
+        Kind.EXISTS, message.keys
+    )
 
 
 def decode_exists(body: bytes, _payload_len: int) -> ExistsRequest:
@@ -107,6 +111,9 @@ def reply_payload(message: GetReply) -> int:
 
 def encode_get_reply(message: GetReply) -> bytes:
     """Body of GET_REPLY."""
+    require_batch(Kind.GET_REPLY, len(message.infos))
+    if any(info.length for info in message.infos if info.reason):
+        raise InvariantViolation("GET_REPLY would state a length for a miss")
     pack = _INFO.pack
     records = [pack(*i.version, i.checksum, i.offset, i.length, i.reason) for i in message.infos]
     return b"".join((_REPLY.pack(message.pin, len(records)), *records))
@@ -134,6 +141,7 @@ def decode_get_reply(body: bytes, payload_len: int) -> GetReply:
 
 def encode_unpin(message: Unpin) -> bytes:
     """Body of UNPIN."""
+    require_batch(Kind.UNPIN, len(message.pins))
     return _COUNT.pack(len(message.pins)) + struct.pack(f"<{len(message.pins)}Q", *message.pins)
 
 
@@ -146,6 +154,7 @@ def decode_unpin(body: bytes, _payload_len: int) -> Unpin:
 
 def encode_exists_reply(message: ExistsReply) -> bytes:
     """Body of EXISTS_REPLY: a byte per key."""
+    require_batch(Kind.EXISTS_REPLY, len(message.reasons))
     return _COUNT.pack(len(message.reasons)) + bytes(message.reasons)
 
 

@@ -16,7 +16,6 @@ from typing import Final, cast
 from emberkv.errors import InvariantViolation, ProtocolError
 from emberkv.messages import Kind, PutFlag, PutItem, PutReply, PutRequest
 from emberkv.types import (
-    BATCH_KEYS_MAX,
     KEY_BYTES,
     PUT_ID_BYTES,
     Level,
@@ -32,6 +31,7 @@ from emberkv.wire.frame import (
     check_most,
     check_payload,
     make_version,
+    require_batch,
     unpack_head,
 )
 
@@ -63,10 +63,11 @@ def put_payload(message: PutRequest) -> int:
 def encode_put(message: PutRequest) -> bytes:
     """Body of PUT or DELETE."""
     items, scope = message.items, message.scope
-    if len(items) > BATCH_KEYS_MAX or len(scope) not in (0, SCOPE_BYTES):
-        raise InvariantViolation(f"a put is at most {BATCH_KEYS_MAX} items, its scope empty or {SCOPE_BYTES} bytes")
+    require_batch(Kind.PUT, len(items))
+    if len(scope) not in (0, SCOPE_BYTES):
+        raise InvariantViolation(f"the scope of a put is empty or has {SCOPE_BYTES} bytes")
     if any(len(i.key) != KEY_BYTES or len(i.put_id) != PUT_ID_BYTES for i in items):
-        raise InvariantViolation(f"keys have {KEY_BYTES} bytes and put ids {PUT_ID_BYTES}, checked by the caller")
+        raise InvariantViolation(f"keys have {KEY_BYTES} bytes and put ids {PUT_ID_BYTES}; callers check that")
     if message.delete and put_payload(message):
         raise InvariantViolation("a delete carries no bytes")
     head = _HEAD.pack(
@@ -120,6 +121,7 @@ def _decode_items(body: bytes, payload_len: int, kind: Kind) -> list[PutItem]:
 
 def encode_put_reply(message: PutReply) -> bytes:
     """Body of PUT_REPLY."""
+    require_batch(Kind.PUT_REPLY, len(message.outcomes))
     pack = _OUTCOME.pack
     records = [pack(*version, copies, status, reason) for status, version, copies, reason in message.outcomes]
     return b"".join((_COUNT.pack(len(records)), *records))

@@ -31,6 +31,7 @@ from emberkv.wire.frame import (
     check_most,
     check_payload,
     make_version,
+    require_batch,
     unpack_head,
 )
 
@@ -38,8 +39,8 @@ INTERNAL_KEY_BYTES: Final = SCOPE_BYTES + KEY_BYTES
 
 _HEAD: Final = struct.Struct("<HB5x")
 """count, fill."""
-_ITEM: Final = struct.Struct("<40s24s16sQQQQQQIIHBB4x")
-"""key, put_id, checksum, authority, version, prev, expiry_ms, length, depth, parts, state, payload."""
+_ITEM: Final = struct.Struct("<40s24s16sQQQQQQIIHBBH2x")
+"""key, put_id, checksum, authority, version, prev, expiry_ms, length, depth, parts, state, payload, part."""
 _COUNT: Final = struct.Struct("<H6x")
 _OFFER: Final = struct.Struct("<QHHB3x")
 """authority, count, shard, last."""
@@ -60,10 +61,9 @@ def replicate_payload(message: Replicate) -> int:
 def encode_replicate(message: Replicate) -> bytes:
     """Body of REPLICATE."""
     items = message.items
-    if len(items) > BATCH_KEYS_MAX or any(
-        len(i.key) != INTERNAL_KEY_BYTES or len(i.put_id) != PUT_ID_BYTES for i in items
-    ):
-        raise InvariantViolation(f"at most {BATCH_KEYS_MAX} items with keys of {INTERNAL_KEY_BYTES} bytes replicate")
+    require_batch(Kind.REPLICATE, len(items))
+    if any(len(i.key) != INTERNAL_KEY_BYTES or len(i.put_id) != PUT_ID_BYTES for i in items):
+        raise InvariantViolation(f"internal keys have {INTERNAL_KEY_BYTES} bytes and put ids {PUT_ID_BYTES}")
     pack = _ITEM.pack
     records = [
         pack(
@@ -79,6 +79,7 @@ def encode_replicate(message: Replicate) -> bytes:
             i.parts,
             i.state,
             i.payload,
+            i.part,
         )
         for i in items
     ]
@@ -95,7 +96,7 @@ def decode_replicate(body: bytes, payload_len: int) -> Replicate:
         check_payload(Kind.REPLICATE, payload_len, 0, may_be_none=False)
         return Replicate([], bool(fill))
     (keys, put_ids, sums, authorities, epochs, seqs, prev_epochs, prev_seqs, expiries, lengths, depths, parts, states,
-     flags) = zip(*_ITEM.iter_unpack(body[_HEAD.size :]), strict=True)  # fmt: skip
+     flags, which) = zip(*_ITEM.iter_unpack(body[_HEAD.size :]), strict=True)  # fmt: skip
     for column in (authorities, epochs, prev_epochs):
         check_epochs(Kind.REPLICATE, column)
     check_lengths(Kind.REPLICATE, lengths)
@@ -103,12 +104,14 @@ def decode_replicate(body: bytes, payload_len: int) -> Replicate:
     check_most(Kind.REPLICATE, "payload flag", flags, 1)
     if not all(states) or not all(parts):
         raise ProtocolError("REPLICATE with an item of state 0 or of 0 parts")
+    if any(part >= count for part, count in zip(which, parts, strict=True)):
+        raise ProtocolError("REPLICATE with a part beyond its Block")
     check_payload(Kind.REPLICATE, payload_len, sum(compress(lengths, flags)), may_be_none=False)
     versions = map(make_version, zip(epochs, seqs, strict=True))
     prevs = map(make_version, zip(prev_epochs, prev_seqs, strict=True))
     items = map(
         ReplicaItem, keys, authorities, versions, put_ids, sums, prevs, lengths, depths, states, parts, expiries,
-        map(bool, flags),
+        map(bool, flags), which,
     )  # fmt: skip
     return Replicate(list(items), bool(fill))
 
@@ -116,6 +119,7 @@ def decode_replicate(body: bytes, payload_len: int) -> Replicate:
 def encode_replicate_reply(message: ReplicateReply) -> bytes:
     """Body of REPLICATE_REPLY: the epochs, then a status byte per item."""
     count = len(message.statuses)
+    require_batch(Kind.REPLICATE_REPLY, count)
     if len(message.epochs) != count:
         raise InvariantViolation("a REPLICATE_REPLY has one epoch per status")
     return _COUNT.pack(count) + struct.pack(f"<{count}Q", *message.epochs) + bytes(message.statuses)
@@ -136,6 +140,7 @@ def decode_replicate_reply(body: bytes, _payload_len: int) -> ReplicateReply:
 
 def encode_offer(message: Offer) -> bytes:
     """Body of OFFER."""
+    require_batch(Kind.OFFER, len(message.heads))
     if any(len(head.key) != INTERNAL_KEY_BYTES for head in message.heads):
         raise InvariantViolation(f"offered keys have {INTERNAL_KEY_BYTES} bytes")
     pack = _OFFERED.pack
@@ -161,6 +166,7 @@ def decode_offer(body: bytes, _payload_len: int) -> Offer:
 def encode_offer_reply(message: OfferReply) -> bytes:
     """Body of OFFER_REPLY."""
     count = len(message.wanted)
+    require_batch(Kind.OFFER_REPLY, count)
     return _WANTED.pack(message.fenced_epoch, count) + struct.pack(f"<{count}H", *message.wanted)
 
 

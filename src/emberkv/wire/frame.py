@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Final, NamedTuple, cast
 
-from emberkv.errors import ProtocolError
+from emberkv.errors import InvariantViolation, ProtocolError
 from emberkv.messages import WIRE_VERSION, Kind
 from emberkv.types import BATCH_KEYS_MAX, BLOCK_BYTES_MAX, EPOCH_MAX, Version
 
@@ -112,6 +112,12 @@ def check_count(kind: Kind, body: bytes, count: int, head_bytes: int, record_byt
         raise ProtocolError(f"{kind.name} of {count} items is over the limit of {BATCH_KEYS_MAX}")
     if len(body) != head_bytes + count * record_bytes:
         raise ProtocolError(f"{kind.name} body of {len(body)} bytes does not hold {count} items")
+
+
+def require_batch(kind: Kind, count: int) -> None:
+    """On the sending side: raises InvariantViolation when a batch is larger than any receiver would take."""
+    if count > BATCH_KEYS_MAX:
+        raise InvariantViolation(f"{kind.name} of {count} items is over the limit of {BATCH_KEYS_MAX}: split it")
 
 
 def check_most(kind: Kind, what: str, values: Iterable[int], most: int) -> None:

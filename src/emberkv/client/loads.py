@@ -1,0 +1,278 @@
+"""Gets: from the near node by pin and one copy, or from several nodes over TCP.
+
+Why it exists: a load must end by its deadline with what arrived intact, and cost the engine's process few returns to
+its interpreter lock: request, answer, one copy, unpin.
+Laws: a get never raises for a missing or unreachable block; each key ends as a hit or with a reason. A pinned block is
+believed only if the connection that guards it was still whole when the copy had ended. Over TCP every block is checked
+against its checksum on arrival; a bad one is asked for elsewhere, else it is a miss.
+Limits: TRIES_MAX nodes per key and call; a round pins at most what the node allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final, NamedTuple
+
+from emberkv.checksum import checksum_held
+from emberkv.client.asking import SlowAnswer, await_reply, node_deadline_ms, passed
+from emberkv.client.connection import Connection
+from emberkv.client.pool import LOAD, Node, Pool
+from emberkv.client.routing import Endpoint, group_gets, split_batches
+from emberkv.client.sinks import Pick, Sink
+from emberkv.errors import EmberError, ProtocolError
+from emberkv.messages import BlockInfo, GetFlag, GetReply, GetRequest, Unpin
+from emberkv.net import LinkTimeout, now_ns
+from emberkv.types import BATCH_KEYS_MAX, NO_VERSION, MissReason, Version, round_up
+from emberkv.wire.codec import get_reply_bytes
+
+TRIES_MAX: Final = 3
+"""The factor of most namespaces and one more: beyond it a miss is cheaper than another wait."""
+
+REASONS: Final = tuple(MissReason)
+ASK_AGAIN: Final = frozenset((MissReason.UNREACHABLE, MissReason.CHECKSUM, MissReason.QUOTA))
+"""Not a node's last word: nobody answered, the bytes were bad, or the pin bound was reached."""
+
+
+class LoadResult(NamedTuple):
+    """Result of `get_into`.
+
+    `usable` leading blocks are in place and intact. `reasons` has one entry per key: NONE means that its row is intact,
+    also behind a hole; the content of any other row is unspecified. `gil_returns` counts how often the load gave the
+    interpreter lock away.
+    """
+
+    usable: int
+    reasons: list[MissReason]
+    gil_returns: int
+
+
+class Load:
+    """One get call. `reasons` and `versions` are per key; the bytes are in the sink."""
+
+    def __init__(self, pool: Pool, keys: Sequence[bytes], sink: Sink, deadline_ns: int, level: int) -> None:
+        self.pool = pool
+        self.keys = keys
+        self.sink = sink
+        self.deadline_ns = deadline_ns
+        self.level = level
+        self.reasons = [MissReason.UNREACHABLE] * len(keys)
+        self.versions: list[Version] = [NO_VERSION] * len(keys)
+        self.gil_returns = 0
+        self.tries = 0
+        self._tried: set[Endpoint] = set()
+        self._restarted: list[Node] = []
+
+    def run(self) -> None:
+        """Tries nodes until every key is answered, the deadline has come, or nobody is left to ask."""
+        pending: list[int] = list(range(len(self.keys)))
+        while pending and self.tries < TRIES_MAX and now_ns() < self.deadline_ns:
+            nodes = self._candidates()
+            if not nodes:
+                break
+            self.tries += 1
+            pending = self._near(nodes[0], pending) if nodes[0].endpoint.local else self._far(nodes, pending)
+        if pending and passed(self.deadline_ns):
+            for index in pending:
+                self.reasons[index] = MissReason.DEADLINE
+
+    def _candidates(self) -> list[Node]:
+        nodes = [node for node in self.pool.candidates() if node.endpoint not in self._tried]
+        if not nodes and self._restarted:
+            nodes = [self._restarted.pop()]
+        return nodes
+
+    def _lost(self, node: Node, connection: Connection, error: EmberError) -> None:
+        """Ends a connection that failed; one that had worked may be lost to a restart, so the node may be redialled."""
+        if isinstance(error, SlowAnswer):
+            self.pool.drop(node, connection, None)
+        else:
+            if connection.reused and not isinstance(error, LinkTimeout) and node.endpoint not in self._tried:
+                self._restarted.append(node)
+            self.pool.drop(node, connection, error)
+        self._tried.add(node.endpoint)
+
+    def _lend(self, node: Node) -> Connection | None:
+        try:
+            return self.pool.lend(node, LOAD, self.deadline_ns)
+        except EmberError:
+            self._tried.add(node.endpoint)
+            return None
+
+    def _request(self, indices: Sequence[int], flags: int) -> GetRequest:
+        keys = [self.keys[index] for index in indices]
+        return GetRequest(keys, node_deadline_ms(self.deadline_ns), self.level, flags)
+
+    def _sort(self, indices: Sequence[int], infos: Sequence[BlockInfo]) -> list[Pick]:
+        """Notes the reasons of an answer and returns its hits."""
+        if len(infos) != len(indices):
+            raise ProtocolError(f"{len(infos)} answers to {len(indices)} keys")
+        picks: list[Pick] = []
+        for index, info in zip(indices, infos, strict=True):
+            reason = info.reason
+            if reason:
+                self.reasons[index] = REASONS[reason]
+                self.versions[index] = info.version
+            else:
+                picks.append((index, info))
+        return picks
+
+    def _open(self, indices: Iterable[int]) -> list[int]:
+        """Those without a final answer."""
+        return [index for index in indices if self.reasons[index] in ASK_AGAIN]
+
+    def _done(self, picks: Sequence[Pick]) -> None:
+        for index, info in picks:
+            self.reasons[index] = MissReason.NONE
+            self.versions[index] = info.version
+
+    # -- near: pin, one copy, unpin -----------------------------------------------------------------------------------
+
+    def _near(self, node: Node, indices: list[int]) -> list[int]:
+        """Loads from a node of this machine; returns the indices to ask elsewhere."""
+        connection = self._lend(node)
+        if connection is None:
+            return indices
+        most = BATCH_KEYS_MAX
+        if self.sink.block_bytes and connection.welcome.pin_bytes_max:
+            most = min(most, max(1, connection.welcome.pin_bytes_max // round_up(self.sink.block_bytes)))
+        batches = split_batches(indices, most)
+        calls = connection.link.calls
+        try:
+            while batches and now_ns() < self.deadline_ns:
+                over = self._near_batch(node, connection, batches[0])
+                batches = [over, *batches[1:]] if over else batches[1:]
+        except EmberError as error:
+            self.gil_returns += connection.link.calls - calls
+            self._lost(node, connection, error)
+            return self._open(index for batch in batches for index in batch)
+        self.gil_returns += connection.link.calls - calls
+        self.pool.give(node, connection)
+        return [index for batch in batches for index in batch]
+
+    def _near_batch(self, node: Node, connection: Connection, indices: list[int]) -> list[int]:
+        """One round; returns what exceeded the pin bound and is to be asked for again, now that pins are back."""
+        if connection.arena is None:
+            raise ProtocolError(f"{node.endpoint} sent no arena")
+        request_id = connection.send(self._request(indices, GetFlag.PIN), self.deadline_ns)
+        reply = await_reply(self.pool, node, connection, GetReply, request_id, self.deadline_ns)
+        picks = self._sort(indices, reply.infos)
+        good = picks
+        if self.sink.block_bytes:
+            good = [pick for pick in picks if not self._refused(pick)]
+        if good and now_ns() < self.deadline_ns:
+            self.gil_returns += self.sink.copy(connection.arena, good, indices)
+            copied = good
+        else:
+            copied = []
+            for index, _ in good:
+                self.reasons[index] = MissReason.DEADLINE
+        if reply.pin:
+            # Also proves that the node had not ended this connection, and with it our pins, while we copied.
+            connection.post(Unpin([reply.pin]), self.deadline_ns)
+        self._done(copied)
+        return [index for index in indices if self.reasons[index] is MissReason.QUOTA] if picks else []
+
+    def _refused(self, pick: Pick) -> bool:
+        reason = self.sink.refuse(pick[1])
+        if reason:
+            self.reasons[pick[0]] = reason
+        return bool(reason)
+
+    # -- far: requests to several nodes at once, payload straight into place ------------------------------------------
+
+    def _far(self, nodes: list[Node], indices: list[int]) -> list[int]:
+        """Loads over TCP; returns the indices to ask elsewhere."""
+        by_name = {node.name: node for node in reversed(nodes) if node.name and not node.endpoint.local}
+        groups = group_gets(self.keys, indices, self.pool.cluster, by_name)
+        asked: list[tuple[Node, Connection, list[tuple[int, list[int]]]]] = []
+        again: list[int] = []
+        # In one order for all callers, so that two of them never wait for each other's connections.
+        for node, members in sorted(
+            ((by_name.get(name, nodes[0]), members) for name, members in groups.items()),
+            key=lambda item: item[0].endpoint,
+        ):
+            connection = self._lend(node)
+            if connection is None:
+                again += members
+                continue
+            calls = connection.link.calls
+            try:
+                sent = [
+                    (connection.send(self._request(batch, 0), self.deadline_ns), batch)
+                    for batch in split_batches(members)
+                ]
+            except EmberError as error:
+                self._lost(node, connection, error)
+                again += members
+                continue
+            finally:
+                self.gil_returns += connection.link.calls - calls
+            asked.append((node, connection, sent))
+        for node, connection, sent in asked:
+            again += self._far_answers(node, connection, sent)
+        return sorted(again)
+
+    def _far_answers(self, node: Node, connection: Connection, sent: list[tuple[int, list[int]]]) -> list[int]:
+        again: list[int] = []
+        calls = connection.link.calls
+        try:
+            while sent:
+                again += self._far_batch(node, connection, *sent[0])
+                sent.pop(0)
+        except EmberError as error:
+            self._lost(node, connection, error)
+            again += self._open(index for _, batch in sent for index in batch)
+        else:
+            self.pool.give(node, connection)
+        self.gil_returns += connection.link.calls - calls
+        return again
+
+    def _far_batch(self, node: Node, connection: Connection, request_id: int, indices: list[int]) -> list[int]:
+        """One answer with its payload; returns the indices whose bytes were bad."""
+        size = get_reply_bytes(len(indices))
+        reply = await_reply(self.pool, node, connection, GetReply, request_id, self.deadline_ns, size)
+        picks = self._sort(indices, reply.infos)
+        for index, _ in picks:  # nothing is believed before it was checked
+            self.reasons[index] = MissReason.UNREACHABLE
+        refused = [self._refused(pick) for pick in picks] if self.sink.block_bytes else [False] * len(picks)
+        good = [pick for pick, no in zip(picks, refused, strict=True) if not no]
+        places = self.sink.place(good)
+        rest = iter(places)
+        buffers = [
+            memoryview(bytearray(info.length)) if no else next(rest)
+            for (_, info), no in zip(picks, refused, strict=True)
+        ]
+        bad, arrived = self._take(node, connection, picks, refused, buffers)
+        if not arrived:
+            raise LinkTimeout(f"{node.endpoint} stopped in the middle of an answer")
+        if bad:
+            self._tried.add(node.endpoint)
+        return bad
+
+    def _take(
+        self, node: Node, connection: Connection, picks: list[Pick], refused: list[bool], buffers: list[memoryview]
+    ) -> tuple[list[int], bool]:
+        """Receives and checks the payload: (indices with a bad checksum, whether all of it arrived)."""
+        assert connection.tcp is not None
+        received = connection.tcp.recv_payload(buffers, self._payload_deadline_ns(node)) if buffers else 0
+        bad: list[int] = []
+        end = 0
+        for (index, info), no, buffer in zip(picks, refused, buffers, strict=True):
+            end += info.length
+            if end > received:
+                return bad, False
+            if no:
+                continue
+            if checksum_held(buffer) == info.checksum:
+                self._done([(index, info)])
+            else:
+                self.reasons[index] = MissReason.CHECKSUM
+                bad.append(index)
+        return bad, True
+
+    def _payload_deadline_ns(self, node: Node) -> int:
+        """A node that stops in the middle leaves time to ask another one for the rest."""
+        if not self.pool.candidates((node.endpoint, *self._tried)):
+            return self.deadline_ns
+        now = now_ns()
+        return now + (self.deadline_ns - now) * 6 // 10

@@ -1,0 +1,104 @@
+"""Pins: blocks read where they lie, in the near node's memory.
+
+Why it exists: an engine that can use the bytes in place needs no copy at all.
+Laws: a view may be read only until `unpin`; the node keeps the bytes until then, or until this process or the
+connection ends. What was read is to be believed only if `unpin` returned True.
+Limits: a connection pins at most what the node allows; keys beyond that have reason QUOTA.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from types import TracebackType
+
+from emberkv.client.asking import await_reply, node_deadline_ms, passed
+from emberkv.client.connection import Connection
+from emberkv.client.pool import PIN, Node, Pool
+from emberkv.errors import EmberError, ProtocolError
+from emberkv.messages import GetFlag, GetReply, GetRequest, Unpin
+from emberkv.net import now_ns
+from emberkv.types import MissReason
+
+UNPIN_MS = 100
+"""A live node takes an unpin at once; a frozen one must not hold the engine longer than this."""
+
+
+class Pinned:
+    """Pinned blocks: `views[i]` is a read-only view of the i-th block, or None with a reason. A context manager."""
+
+    def __init__(
+        self, connection: Connection | None, pin: int, views: list[memoryview | None], reasons: list[MissReason]
+    ) -> None:
+        self.views = views
+        self.reasons = reasons
+        self._connection = connection
+        self._pin = pin
+        self._whole = True
+
+    def unpin(self) -> bool:
+        """Gives the blocks back; the views must not be used any more. Idempotent.
+
+        False: the pin had ended before (the connection was lost), so what was read since may be wrong.
+        """
+        connection, self._connection = self._connection, None
+        if connection is None:
+            return self._whole
+        for view in self.views:
+            if view is not None:
+                with contextlib.suppress(BufferError):  # an array of the caller still looks through it
+                    view.release()
+        if self._pin:
+            try:
+                connection.post(Unpin([self._pin]), now_ns() + UNPIN_MS * 1_000_000)
+            except EmberError:
+                connection.close()
+                self._whole = False
+        return self._whole
+
+    def __enter__(self) -> Pinned:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.unpin()
+
+
+def pin_blocks(pool: Pool, keys: Sequence[bytes], deadline_ns: int, level: int) -> Pinned:
+    """Pins what the near node has of `keys` (at most 128). Never raises for a missing block or node."""
+    nodes = [node for node in pool.candidates() if node.endpoint.local]
+    for node in nodes[:2]:
+        try:
+            connection = pool.lend(node, PIN, deadline_ns)
+        except EmberError:
+            continue
+        try:
+            pinned = _ask(pool, node, connection, keys, deadline_ns, level)
+        except EmberError as error:
+            pool.drop(node, connection, error)
+            continue
+        pool.give(node, connection)
+        return pinned
+    reason = MissReason.DEADLINE if passed(deadline_ns) else MissReason.UNREACHABLE
+    return Pinned(None, 0, [None] * len(keys), [reason] * len(keys))
+
+
+def _ask(pool: Pool, node: Node, connection: Connection, keys: Sequence[bytes], deadline_ns: int, level: int) -> Pinned:
+    request = GetRequest(list(keys), node_deadline_ms(deadline_ns), level, GetFlag.PIN)
+    request_id = connection.send(request, deadline_ns)
+    reply = await_reply(pool, node, connection, GetReply, request_id, deadline_ns)
+    if connection.arena is None or len(reply.infos) != len(keys):
+        raise ProtocolError(f"{node.endpoint} answered {len(reply.infos)} of {len(keys)} keys")
+    arena = connection.arena.view
+    size = len(arena)
+    views: list[memoryview | None] = []
+    for info in reply.infos:
+        if info.reason:
+            views.append(None)
+            continue
+        end = info.offset + info.length
+        if end > size:
+            raise ProtocolError("the node named a block outside its arena")
+        views.append(arena[info.offset : end])
+    return Pinned(connection, reply.pin, views, [MissReason(info.reason) for info in reply.infos])

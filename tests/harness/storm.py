@@ -1,0 +1,221 @@
+"""Random faults and requests on a small world, and the oracles that judge every step (they know nothing of the core's
+own bookkeeping beyond what it holds and says)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+from emberkv.core import effects as fx
+from emberkv.messages import Replicate
+from emberkv.types import NO_VERSION, MissReason, PutStatus, Version, shard_of
+from harness.world import MS, Node, World, key_of
+
+
+FAULTS = ("kill", "restart", "pause", "wake", "cut", "cut", "heal", "heal", "isolate", "unknown", "flip")
+
+
+class Storm:
+    """One seed is one run."""
+
+    def __init__(
+        self,
+        seed: int,
+        *,
+        nodes: int = 3,
+        keys: int = 10,
+        faults: bool = True,
+        arena_slots: int = 256,
+        fault_share: float = 0.06,
+    ) -> None:
+        self.world = World(
+            "abcde"[:nodes], seed, account_every=7, arena_bytes=arena_slots * 4096, factor=2 if seed % 3 else 3
+        )
+        self.rng = self.world.rng
+        self.fault_share = fault_share if faults else 0.0
+        self.keys = [key_of(number) for number in range(keys)]
+        self.values: dict[bytes, set[bytes]] = defaultdict(set)
+        self.contents: dict[tuple[int, Version], tuple[bytes, bytes]] = {}
+        self.gets: dict[int, list[bytes]] = {}
+        self.puts: dict[int, list[bytes]] = {}
+        self.number = 0
+        self.late = 0
+        self.hits = self.stored = 0
+        self.world.observers.append(self.observe)
+
+    # -- oracles -------------------------------------------------------------------------------------------------
+
+    def observe(self, node: Node, effect: fx.Effect) -> None:
+        if isinstance(effect, fx.Send) and isinstance(effect.message, Replicate):
+            for item in effect.message.items:
+                self.one_content(item.key, item.version, item.checksum)
+        elif isinstance(effect, fx.PutDone) and any(o.status is PutStatus.STORED for o in effect.outcomes):
+            self.world.check_gates()
+
+    def one_content(self, key: bytes, version: Version, digest: bytes) -> None:
+        """(shard, version) names one (key, checksum) for ever."""
+        known = self.contents.setdefault((shard_of(key), version), (key, digest))
+        assert known == (key, digest), f"version {version} names two contents"
+
+    def check_results(self) -> None:
+        world = self.world
+        for op, keys in list(self.gets.items()):
+            if op in world.results:
+                del self.gets[op]
+                for key, (info, data) in zip(keys, world.results.pop(op), strict=True):
+                    if info.reason == MissReason.NONE:
+                        assert data in self.values[key], "a get returned bytes that nobody put under that key"
+                        self.hits += 1
+                    else:
+                        assert data is None
+        for op in list(self.puts):
+            if op in world.results:
+                keys = self.puts.pop(op)
+                outcomes = world.results.pop(op)
+                if outcomes != "aborted":
+                    assert len(outcomes) == len(keys)
+                    self.stored += sum(outcome.status is PutStatus.STORED for outcome in outcomes)
+        slack = 3 * world.tick_ms * MS
+        for op, (deadline, name) in list(world.asked.items()):
+            node = world.nodes[name]
+            if op in self.gets or op in self.puts:
+                running = node.alive and not node.paused and op in node.waiting
+                if not running:
+                    if not node.alive or op not in node.waiting:
+                        del world.asked[op]  # its process died
+                        self.gets.pop(op, None)
+                        self.puts.pop(op, None)
+                elif node.running_since + slack < world.now:
+                    assert world.now <= deadline + slack, f"operation {op} at {name} outlived its deadline"
+
+    # -- what happens --------------------------------------------------------------------------------------------
+
+    def request(self) -> None:
+        world, rng = self.world, self.rng
+        name = rng.choice(world.names)
+        node = world.nodes[name]
+        if not node.alive or node.paused:
+            return
+        keys = rng.sample(self.keys, rng.randint(1, min(4, len(self.keys))))
+        if rng.random() < 0.5:
+            op = world.get(name, keys, session=rng.random() < 0.6, verify=True,
+                           deadline_ms=rng.choice([5, 100, 300]))  # fmt: skip
+            self.gets[op] = keys
+            return
+        delete = rng.random() < 0.1
+        datas = []
+        for key in keys:
+            self.number += 1
+            data = b"%d " % self.number * rng.randint(1, 40)
+            datas.append(data)
+            if not delete:
+                self.values[key].add(data)
+        op = world.put(name, keys, datas, session=rng.random() < 0.6, fresh=rng.random() < 0.8, delete=delete,
+                       min_copies=rng.choice([1, 1, 2]), deadline_ms=rng.choice([50, 300, 1000]),
+                       abort=not delete and rng.random() < 0.05)  # fmt: skip
+        self.puts[op] = keys
+
+    def fault(self) -> None:
+        world, rng = self.world, self.rng
+        name = rng.choice(world.names)
+        node = world.nodes[name]
+        kind = rng.choice(
+            ["kill", "restart", "pause", "wake", "cut", "cut", "heal", "heal", "isolate", "unknown", "flip"]
+        )
+        if kind == "kill" and sum(n.alive for n in world.nodes.values()) > 1:
+            world.kill(name)
+        elif kind == "restart":
+            world.restart(name, proof=rng.random() < 0.7)
+        elif kind == "pause" and node.alive:
+            world.pause(name)
+        elif kind == "wake" and node.alive and node.paused:
+            node.running_since = world.now
+            world.wake(name)
+        elif kind == "cut":
+            other = rng.choice(world.names)
+            if other != name:
+                world.cut(name, other)
+        elif kind == "isolate":
+            world.isolate_coordinator(name)
+        elif kind == "unknown":
+            world.unknown_share = rng.choice([0.0, 0.2, 0.5])
+        elif kind == "flip" and node.alive:
+            entries = [e for table in node.core.state.directory.shards for e in table.values() if e.slot and e.length]
+            if entries:
+                place = node.tier.bytes[rng.choice(entries).slot.offset]
+                place[rng.randrange(len(place))] ^= 1 + rng.randrange(255)
+        elif kind == "heal":
+            self.heal()
+
+    def heal(self) -> None:
+        for node in self.world.nodes.values():
+            node.running_since = self.world.now
+        self.world.heal()
+
+    def run(self, duration_ms: float = 4000) -> None:
+        """Phase one: anything may happen, nothing may be wrong."""
+        world, rng = self.world, self.rng
+        for node in world.nodes.values():
+            node.running_since = world.now
+        end = world.now + int(duration_ms * MS)
+        while world.now < end:
+            world.run_ms(rng.choice([0.5, 2, 10, 60]))
+            for _ in range(rng.randint(0, 3)):
+                self.request()
+            if rng.random() < self.fault_share:
+                self.fault()
+            self.check_results()
+        world.check_all()
+
+    def finish(self, quiet_ms: float = 6000) -> None:
+        """Phase two: everything is mended; the cluster must come to rest, with equal replicas."""
+        world = self.world
+        self.heal()
+        for name, node in world.nodes.items():
+            if not node.alive:
+                world.restart(name)
+                node.running_since = world.now
+        world.run_ms(quiet_ms)
+        self.check_results()
+        assert not self.gets, "reads are still open"
+        assert not self.puts, "puts are still open"
+        world.check_all()
+        assert world.settled(), "a shard has no primary"
+        for name, node in world.nodes.items():
+            assert not node.core.put.hints.count(), f"{name}: hints wait although everything is reachable"
+            assert not node.core.put.ops
+            assert not node.core.reads.ops
+            assert not node.core.put.stream.flights, f"{name}: stream messages are unanswered"
+            assert not any(node.held.values()), f"{name}: references are held by nobody"
+            assert node.core.put.repair.lag() == 0, f"{name}: repair never ends"
+        self.equal_replicas()
+
+    def equal_replicas(self) -> None:
+        world = self.world
+        for key in self.keys:
+            shard = shard_of(key)
+            owner = world.nodes[world.primary(shard)].core.state.view.owners[shard]
+            assert set(owner.in_sync) == set(owner.replicas), f"shard {shard}: {owner} is quiet and not in sync"
+            found: dict[str, Any] = {}
+            for name in owner.replicas:
+                directory = world.nodes[name].core.state.directory
+                entry = directory.get(key)
+                if entry is not None:
+                    assert entry.version != NO_VERSION
+                    found[name] = (entry.version, entry.state, entry.checksum)
+                    self.one_content(key, entry.version, entry.checksum)
+                elif key in directory.evicted:
+                    found[name] = None
+                else:
+                    found[name] = "missing"
+            if found[owner.primary] is None:
+                found = {name: value for name, value in found.items() if value != "missing"}  # nobody can offer it
+            held = {value for value in found.values() if value is not None}
+            assert len(held) <= 1, f"shard {shard} after healing: {found}"
+
+
+def run_storm(seed: int, **options: Any) -> Storm:
+    storm = Storm(seed, **options)
+    storm.run()
+    storm.finish()
+    return storm

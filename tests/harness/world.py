@@ -1,0 +1,760 @@
+"""A whole cluster in one thread: real cores, virtual time, a seeded network, and effects performed truly.
+
+    world = World(["a", "b", "c"], seed=1); world.run_ms(2000)
+    op = world.put("a", [key], [b"bytes"], session=True); world.run_ms(500); world.results[op]
+
+Laws: the same seed gives the same run. Payload is copied when it is delivered, not when it is sent, so a slot that is
+reused too early shows as wrong bytes. After every step the directory and the tier are checked; `account()` proves that
+each slot's references are exactly those that somebody is known to hold.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from emberkv.core import effects as fx
+from emberkv.core import events as ev
+from emberkv.core.replica import Replica
+from emberkv.core.state import Settings
+from emberkv.messages import (
+    BlockInfo,
+    NodeAddress,
+    Offer,
+    OfferReply,
+    PutFlag,
+    PutItem,
+    PutReply,
+    PutRequest,
+    Replicate,
+    ReplicateReply,
+)
+from emberkv.ports import CommitStatus, Slot
+from emberkv.types import NO_VERSION, SHARDS, Level, MissReason, PutStatus, Version, checksum, shard_of
+from harness.coordinator import MemoryCoordinator
+from harness.tier import MemoryTier
+
+MS = 1_000_000
+PREFIXES = ("hb/", "live/", "own/")
+SCOPE = b"scope..1"
+ZERO = b"\0" * 16
+
+
+def key_of(number: int) -> bytes:
+    """Internal key of a test block."""
+    return SCOPE + checksum(b"key%d" % number) * 2
+
+
+def keys_of_shard(shard: int, count: int = 1) -> list[bytes]:
+    """Internal keys of one shard."""
+    found = [key for key in map(key_of, range(200 * SHARDS)) if shard_of(key) == shard]
+    return found[:count]
+
+
+class Node:
+    """One process life and what outlives it (its name)."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world, self.name = world, name
+        self.lives = 0
+        self.alive = self.paused = False
+        self.inbox: list[Callable[[], None]] = []
+        self.incarnation = b""
+
+    def start(self, *, proof: bool) -> None:
+        world = self.world
+        previous, self.lives = self.incarnation, self.lives + 1
+        self.incarnation = checksum(f"{self.name}/{self.lives}/{world.seed}".encode())
+        self.tier = MemoryTier(world.arena_bytes)
+        settings = Settings(
+            name=self.name,
+            incarnation=self.incarnation,
+            address=NodeAddress(self.name, f"{self.name}:1"),
+            members=tuple(world.names),
+            generation=1,
+            previous_incarnation=previous if proof else b"",
+            **world.settings,
+        )
+        self.core = Replica(settings, self.tier)
+        self.alive, self.paused = True, False
+        self.inbox = []
+        self.held: Counter[int] = Counter()
+        """Slot references that effects have handed to the world, by offset."""
+        self.waiting: dict[int, Callable[[fx.Effect], None]] = {}
+        self.peers: dict[str, str] = {}
+        self.watch_revision = -1
+        self.watch_due = 0
+        self.notes: list[fx.Note] = []
+
+    # -- stepping ------------------------------------------------------------------------------------------------
+
+    def step(self, event: ev.Event) -> None:
+        """One decision, and everything that follows from it at once."""
+        world = self.world
+        world.steps += 1
+        effects = self.core.step(event)
+        self.core.state.directory.check()
+        self.tier.arena.check()
+        for effect in effects:
+            for slot in getattr(effect, "slots", None) or []:
+                if slot is not None and not isinstance(effect, fx.Verify):
+                    self.held[slot.offset] += 1
+        if world.steps % world.account_every == 0:
+            self.account()
+        for effect in effects:
+            world.observe(self, effect)
+            self._perform(effect)
+
+    def give_back(self, slots: Sequence[Slot | None]) -> list[Slot]:
+        """References that leave the world's hands (by Unref, or with the event that passes them back)."""
+        kept = [slot for slot in slots if slot is not None]
+        for slot in kept:
+            self.held[slot.offset] -= 1
+            assert self.held[slot.offset] >= 0, "the world gives back what it does not hold"
+        return kept
+
+    def unref(self, slots: Sequence[Slot | None]) -> None:
+        kept = self.give_back(slots)
+        if kept:
+            self.step(ev.Unref(self.world.now, kept))
+
+    def account(self) -> None:
+        """Each live slot's references are the entry's, the hints', the operations' and the world's: no more, no less."""
+        core = self.core
+        expected: Counter[int] = Counter()
+        for table in core.state.directory.shards:
+            for entry in table.values():
+                if entry.slot is not None:
+                    expected[entry.slot.offset] += 1
+        hints = core.put.hints
+        flying = [hint for forward in hints.forwards.values() for hint in forward.hints]
+        for hint in [*hints.queue.values(), *flying]:
+            if hint.entry.slot is not None:
+                expected[hint.entry.slot.offset] += 1
+        for read in core.reads.ops.values():
+            for slot in read.slots:
+                if slot is not None:
+                    expected[slot.offset] += 1
+        for offset, count in self.held.items():
+            expected[offset] += count
+        found = {offset: slot.refs for offset, slot in self.tier.slots.items()}
+        assert found == {o: n for o, n in expected.items() if n}, f"{self.name}: slots {found} expected {expected}"
+        assert hints.bytes == sum(hint.entry.length for hint in [*hints.queue.values(), *flying])
+
+    # -- effects -------------------------------------------------------------------------------------------------
+
+    def _perform(self, effect: fx.Effect) -> None:
+        world = self.world
+        if isinstance(effect, fx.Commit):
+            world.commit(self, effect)
+        elif isinstance(effect, fx.Send):
+            world.send(self, effect)
+        elif isinstance(effect, fx.Connect):
+            world.connect(self, effect.peers)
+        elif isinstance(effect, fx.Note):
+            self.notes.append(effect)
+            assert not effect.alarm or "take" in effect.text or "alive" in effect.text, effect.text
+        elif isinstance(effect, fx.Fetch):
+            world.fetch(self, effect)
+        elif isinstance(effect, fx.Verify):
+            self.soon(lambda: self._verify(effect))
+        elif isinstance(effect, fx.Fill | fx.PutDone | fx.ReplicaDone | fx.OfferDone | fx.GetDone | fx.ExistsDone):
+            self.waiting[effect.op](effect)
+            if not isinstance(effect, fx.Fill):
+                del self.waiting[effect.op]
+        elif isinstance(effect, fx.Reserved):
+            self.reserved = effect.slots
+
+    def _verify(self, effect: fx.Verify) -> None:
+        checks = zip(effect.indices, effect.slots, effect.checksums, strict=True)
+        bad = [index for index, slot, expected in checks if checksum(self.tier.view(slot)) != expected]
+        self.step(ev.Verified(self.world.now, effect.op, bad))
+
+    def soon(self, action: Callable[[], None]) -> None:
+        """Later on this node's own threads: other events may come between."""
+        life = self.lives
+        self.world.after(self.world.rng.randrange(0, MS // 2), lambda: self.run(life, action))
+
+    def run(self, life: int, action: Callable[[], None], lost: Callable[[], None] | None = None) -> None:
+        """In this life only; a paused process does it when it wakes."""
+        if not self.alive or self.lives != life:
+            if lost is not None:
+                lost()
+        elif self.paused:
+            self.inbox.append(lambda: self.run(life, action, lost))
+        else:
+            action()
+
+    def reserve(self, lengths: list[int]) -> list[Slot | None]:
+        self.step(ev.Reserve(self.world.now, lengths))
+        return self.reserved
+
+
+class Connection:
+    """One in-order stream connection from a node to a peer; a new one after each loss."""
+
+    def __init__(self, source: Node, target: Node) -> None:
+        self.source, self.target = source, target
+        self.lives = (source.lives, target.lives)
+        self.open = True
+        self.busy_until = 0
+        self.back_until = 0
+
+
+class World:
+    """The cluster, its clock and its faults."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        seed: int = 0,
+        *,
+        arena_bytes: int = 256 * 4096,
+        tick_ms: int = 25,
+        account_every: int = 1,
+        start: bool = True,
+        **settings: Any,
+    ) -> None:
+        self.names, self.seed = list(names), seed
+        self.rng = random.Random(seed)
+        self.arena_bytes, self.tick_ms, self.account_every = arena_bytes, tick_ms, account_every
+        times = {"ttl_ns": 600 * MS, "margin_ns": 60 * MS, "commit_ns": 10 * MS}
+        self.settings: dict[str, Any] = times | settings
+        self.now = 10_000 * MS
+        self.steps = 0
+        self._heap: list[tuple[int, int, Callable[[], None]]] = []
+        self._order = 0
+        self._op = 0
+        self.coordinator = MemoryCoordinator()
+        self.unknown_share = 0.0
+        """Share of commits whose outcome the node does not learn."""
+        self.delay_ms = (0.1, 2.0)
+        self.cuts: set[tuple[str, str]] = set()
+        self.cut_off: set[str] = set()
+        """Nodes that do not reach the coordinator."""
+        self.connections: dict[tuple[str, str], Connection] = {}
+        self.results: dict[int, Any] = {}
+        self.asked: dict[int, tuple[int, str]] = {}
+        """Operation -> (deadline, node)."""
+        self.observers: list[Callable[[Node, fx.Effect], None]] = []
+        self.log: list[str] | None = None
+        self.nodes = {name: Node(self, name) for name in names}
+        if start:
+            for name in names:
+                self.start(name)
+
+    # -- time ----------------------------------------------------------------------------------------------------
+
+    def after(self, delay_ns: int, action: Callable[[], None]) -> None:
+        self._order += 1
+        heapq.heappush(self._heap, (self.now + delay_ns, self._order, action))
+
+    def run_ms(self, duration_ms: float) -> None:
+        end = self.now + int(duration_ms * MS)
+        while self._heap and self._heap[0][0] <= end:
+            self.now, _, action = heapq.heappop(self._heap)
+            action()
+        self.now = end
+
+    def run_until(self, condition: Callable[[], bool], limit_ms: float = 10_000, step_ms: float = 5) -> float:
+        """Milliseconds until the condition holds; fails when it does not within the limit."""
+        begun = self.now
+        while not condition():
+            assert self.now - begun < limit_ms * MS, "it did not happen in time"
+            self.run_ms(step_ms)
+        return (self.now - begun) / MS
+
+    def delay(self) -> int:
+        low, high = self.delay_ms
+        return int(self.rng.uniform(low, high) * MS)
+
+    def observe(self, node: Node, effect: fx.Effect) -> None:
+        for observer in self.observers:
+            observer(node, effect)
+
+    # -- processes -----------------------------------------------------------------------------------------------
+
+    def start(self, name: str, *, proof: bool = True) -> None:
+        node = self.nodes[name]
+        node.start(proof=proof)
+        life = node.lives
+        self.after(self.rng.randrange(0, 3 * MS), lambda: node.run(life, lambda: self._list(node)))
+        self._tick(node, life)
+
+    def _tick(self, node: Node, life: int) -> None:
+        if not node.alive or node.lives != life:
+            return
+        if not node.paused:
+            node.step(ev.Tick(self.now))
+        self.after(self.tick_ms * MS + self.rng.randrange(0, MS), lambda: self._tick(node, life))
+
+    def kill(self, name: str) -> None:
+        node = self.nodes[name]
+        node.alive = False
+        for connection in list(self.connections.values()):
+            if node in (connection.source, connection.target):
+                self._break(connection)
+
+    def restart(self, name: str, *, proof: bool = True) -> None:
+        if self.nodes[name].alive:
+            self.kill(name)
+        self.start(name, proof=proof)
+
+    def pause(self, name: str) -> None:
+        self.nodes[name].paused = True
+
+    def wake(self, name: str) -> None:
+        node = self.nodes[name]
+        node.paused = False
+        inbox, node.inbox = node.inbox, []
+        for action in inbox:
+            action()
+
+    # -- coordinator ---------------------------------------------------------------------------------------------
+
+    def commit(self, node: Node, commit: fx.Commit) -> None:
+        """Outcome as a real client would learn it; unknown may mean applied, not applied, or applied late."""
+        sent, life = self.now, node.lives
+        limit = 3 * self.settings["commit_ns"]
+
+        def tell(status: CommitStatus, revision: int) -> None:
+            node.run(life, lambda: node.step(ev.Committed(self.now, commit.op, status, revision, sent)))
+
+        def apply(*, answered: bool) -> None:
+            result = self.coordinator.commit(commit.compares, commit.writes)
+            self._notify()
+            if answered:
+                self.after(self.delay(), lambda: tell(result.status, result.revision))
+
+        if node.name in self.cut_off:
+            self.after(limit, lambda: tell(CommitStatus.UNKNOWN, 0))
+        elif self.rng.random() < self.unknown_share:
+            self.after(limit, lambda: tell(CommitStatus.UNKNOWN, 0))
+            fate = self.rng.random()
+            if fate < 0.4:
+                self.after(self.delay(), lambda: apply(answered=False))
+            elif fate < 0.7:
+                self.after(limit + self.rng.randrange(0, 500 * MS), lambda: apply(answered=False))
+        else:
+            self.after(self.delay(), lambda: apply(answered=True))
+
+    def _notify(self) -> None:
+        for node in self.nodes.values():
+            if node.alive and node.watch_revision >= 0 and node.name not in self.cut_off and node.watch_due <= self.now:
+                node.watch_due = self.now + self.delay()
+                life = node.lives
+                self.after(node.watch_due - self.now, lambda n=node, x=life: n.run(x, lambda: self._watch(n)))
+
+    def _watch(self, node: Node) -> None:
+        if node.name in self.cut_off or node.watch_revision < 0:
+            return
+        batch = self.coordinator.watch(PREFIXES, node.watch_revision + 1)
+        node.watch_revision = batch.revision
+        if batch.records or batch.deleted:
+            records, deleted = list(batch.records), list(batch.deleted)
+            node.step(ev.Records(self.now, records, deleted, batch.revision, full=False))
+
+    def _list(self, node: Node) -> None:
+        if node.name in self.cut_off:
+            life = node.lives
+            self.after(50 * MS, lambda: node.run(life, lambda: self._list(node)))
+            return
+        listing = self.coordinator.list("")
+        node.watch_revision = listing.revision
+        node.step(ev.Records(self.now, list(listing.records), [], listing.revision, full=True))
+
+    def isolate_coordinator(self, name: str) -> None:
+        self.cut_off.add(name)
+
+    def rejoin_coordinator(self, name: str) -> None:
+        if name in self.cut_off:
+            self.cut_off.discard(name)
+            node = self.nodes[name]
+            node.watch_due = 0
+            if node.alive:
+                node.run(node.lives, lambda: self._list(node))
+
+    # -- network -------------------------------------------------------------------------------------------------
+
+    def reaches(self, left: str, right: str) -> bool:
+        return (left, right) not in self.cuts and self.nodes[left].alive and self.nodes[right].alive
+
+    def cut(self, left: str, right: str) -> None:
+        self.cuts |= {(left, right), (right, left)}
+        for connection in list(self.connections.values()):
+            if {connection.source.name, connection.target.name} == {left, right}:
+                self._break(connection)
+
+    def heal(self) -> None:
+        """All links and the coordinator work; paused nodes wake; dead ones stay dead."""
+        self.cuts.clear()
+        self.unknown_share = 0.0
+        for name in sorted(self.cut_off):
+            self.rejoin_coordinator(name)
+        for name, node in self.nodes.items():
+            if node.alive and node.paused:
+                self.wake(name)
+
+    def connect(self, node: Node, peers: dict[str, str]) -> None:
+        node.peers = dict(peers)
+        for connection in list(self.connections.values()):
+            if connection.source is node and connection.target.name not in peers:
+                self._break(connection)
+        for peer in peers:
+            self._dial(node, peer, node.lives)
+
+    def _dial(self, node: Node, peer: str, life: int) -> None:
+        if not node.alive or node.lives != life or peer not in node.peers or (node.name, peer) in self.connections:
+            return
+        if not self.reaches(node.name, peer):
+            self.after(20 * MS, lambda: self._dial(node, peer, life))
+            return
+        connection = self.connections[(node.name, peer)] = Connection(node, self.nodes[peer])
+
+        def up() -> None:
+            if connection.open:
+                node.step(ev.PeerUp(self.now, peer))
+
+        self.after(self.delay(), lambda: node.run(life, up))
+
+    def _break(self, connection: Connection) -> None:
+        if not connection.open:
+            return
+        connection.open = False
+        node, peer, life = connection.source, connection.target.name, connection.source.lives
+        self.connections.pop((node.name, peer), None)
+        if node.alive:
+            node.run(life, lambda: node.step(ev.PeerDown(self.now, peer)))
+            self.after(20 * MS, lambda: self._dial(node, peer, life))
+
+    def send(self, node: Node, send: fx.Send) -> None:
+        """Payload stays by reference until it is delivered or the connection is lost."""
+        connection = self.connections.get((node.name, send.peer))
+        life = node.lives
+
+        def give_back() -> None:
+            node.run(life, lambda: node.unref(send.slots))
+
+        if connection is None or not connection.open:
+            self.after(0, give_back)
+            return
+        due = max(connection.busy_until, self.now + self.delay())
+        connection.busy_until = due + 1000
+
+        def deliver() -> None:
+            if not connection.open:
+                give_back()
+                return
+            data = [node.tier.read(slot) for slot in send.slots]
+            give_back()
+            target = connection.target
+            target.run(connection.lives[1], lambda: self._receive(connection, send, data))
+
+        self.after(due - self.now, deliver)
+
+    def _receive(self, connection: Connection, send: fx.Send, data: list[bytes]) -> None:
+        target, peer, message = connection.target, connection.source.name, send.message
+        if self.log is not None:
+            self.log.append(f"{peer} -> {target.name}  {type(message).__name__}")
+        op = self.op()
+
+        def answer(reply: PutReply | ReplicateReply | OfferReply) -> None:
+            self._answer(connection, send.request, reply)
+
+        if isinstance(message, Offer):
+            target.waiting[op] = lambda effect: answer(effect.reply)  # type: ignore[attr-defined]
+            target.step(ev.OfferArrived(self.now, op, peer, message))
+        elif isinstance(message, Replicate):
+            stated = [item.length if item.payload and item.state != 3 else None for item in message.items]
+            sums = [item.checksum for item in message.items]
+
+            def replicated(effect: fx.Effect) -> None:
+                if isinstance(effect, fx.Fill):
+                    self._fill(
+                        connection, effect, stated, sums, data,
+                        lambda checks: target.step(ev.ReplicaFilled(self.now, op, checks)),
+                    )  # fmt: skip
+                elif isinstance(effect, fx.ReplicaDone):
+                    answer(effect.reply)
+
+            target.waiting[op] = replicated
+            target.step(ev.ReplicaBegin(self.now, op, peer, message.items, message.fill))
+        elif isinstance(message, PutRequest):
+            self._receive_put(connection, op, message, data, answer)
+
+    def _receive_put(
+        self,
+        connection: Connection,
+        op: int,
+        message: PutRequest,
+        data: list[bytes],
+        answer: Callable[[PutReply], None],
+    ) -> None:
+        target = connection.target
+        stated: list[int | None] = [None if message.delete else item.length for item in message.items]
+        sums = [item.checksum for item in message.items]
+
+        def put(effect: fx.Effect) -> None:
+            if isinstance(effect, fx.Fill):
+                self._fill(
+                    connection, effect, stated, sums, data,
+                    lambda checks: target.step(ev.PutFilled(self.now, op, checks)),
+                )  # fmt: skip
+            elif isinstance(effect, fx.PutDone):
+                answer(PutReply(self.gated(effect)))
+
+        target.waiting[op] = put
+        target.step(
+            ev.PutBegin(
+                self.now,
+                op,
+                [message.scope + item.key for item in message.items],
+                message.items,
+                self.now + message.deadline_ms * MS,
+                message.level == Level.SESSION,
+                bool(message.flags & PutFlag.FRESH),
+                message.min_copies,
+                connection.source.name,
+                delete=message.delete,
+            )
+        )
+
+    def _fill(
+        self,
+        connection: Connection,
+        fill: fx.Fill,
+        stated: list[int | None],
+        sums: list[bytes],
+        data: list[bytes],
+        filled: Callable[[list[bytes | None]], None],
+    ) -> None:
+        """Bytes of a frame go into the slots a moment later; a connection that is lost meanwhile gives none."""
+        target = connection.target
+
+        def act() -> None:
+            checks: list[bytes | None] = []
+            rest = iter(data)
+            whole = connection.open or self.rng.random() < 0.5
+            for length, expected, slot in zip(stated, sums, fill.slots, strict=True):
+                payload = next(rest) if length is not None else None
+                if payload is None or slot is None or not whole:
+                    checks.append(None)
+                    continue
+                assert slot.length == len(payload) == length
+                target.tier.write(slot, payload)
+                found = checksum(payload)
+                checks.append(found if found == expected else None)
+            assert next(rest, None) is None, "payload and items differ in number"
+            target.give_back(fill.slots)
+            filled(checks)
+
+        delay = self.rng.randrange(0, MS // 2)
+        connection.busy_until = max(connection.busy_until, self.now + delay)
+        self.after(delay, lambda: target.run(connection.lives[1], act))
+
+    def _answer(self, connection: Connection, request: int, reply: PutReply | ReplicateReply | OfferReply) -> None:
+        if not connection.open:
+            return
+        source, peer = connection.source, connection.target.name
+        if self.log is not None:
+            self.log.append(f"{peer} -> {source.name}  {type(reply).__name__}")
+        kinds = {PutReply: ev.PutAnswered, ReplicateReply: ev.ReplicateAnswered, OfferReply: ev.OfferAnswered}
+        due = connection.back_until = max(connection.back_until + 1, self.now + self.delay())
+
+        def arrive() -> None:
+            if connection.open:
+                source.step(kinds[type(reply)](self.now, peer, request, reply))  # type: ignore[arg-type]
+
+        self.after(due - self.now, lambda: source.run(connection.lives[0], arrive))
+
+    # -- reads from peers ----------------------------------------------------------------------------------------
+
+    def fetch(self, node: Node, fetch: fx.Fetch) -> None:
+        """Every fetch ends by its deadline with infos for all keys; late bytes are dropped."""
+        sent, life, state = self.now, node.lives, {"ended": False}
+
+        def end(infos: list[BlockInfo], slots: list[Slot | None]) -> None:
+            state["ended"] = True
+            node.give_back(slots)
+            node.step(ev.Fetched(self.now, fetch.op, fetch.peer, fetch.indices, infos, slots, self.now - sent))
+
+        def fail(reason: MissReason) -> None:
+            if not state["ended"]:
+                end([BlockInfo(int(reason))] * len(fetch.keys), [None] * len(fetch.keys))
+
+        self.after(max(fetch.deadline_ns - self.now, 0), lambda: node.run(life, lambda: fail(MissReason.DEADLINE)))
+        if not self.reaches(node.name, fetch.peer):
+            node.soon(lambda: fail(MissReason.UNREACHABLE))
+            return
+        peer = self.nodes[fetch.peer]
+
+        def asked(done: fx.Effect) -> None:
+            assert isinstance(done, fx.GetDone)
+            held = [slot for slot in done.slots if slot is not None]
+            data = [peer.tier.read(slot) if slot is not None else None for slot in done.slots]
+            peer.soon(lambda: peer.unref(held))
+            if self.reaches(node.name, peer.name):
+                self.after(self.delay(), lambda: node.run(life, lambda: arrive(done.infos, data)))
+
+        def arrive(infos: list[BlockInfo], data: list[bytes | None]) -> None:
+            if state["ended"]:
+                return
+            found = list(infos)
+            slots: list[Slot | None] = []
+            for index, payload in enumerate(data):
+                slot = node.reserve([len(payload)])[0] if payload is not None else None
+                if payload is not None and slot is None:
+                    found[index] = BlockInfo(int(MissReason.QUOTA))
+                if payload is not None and slot is not None:
+                    node.tier.write(slot, payload)
+                    if checksum(payload) != infos[index].checksum:
+                        node.unref([slot])
+                        slot, found[index] = None, BlockInfo(int(MissReason.CHECKSUM), infos[index].version)
+                slots.append(slot)
+            end(found, slots)
+
+        def ask() -> None:
+            op = self.op()
+            peer.waiting[op] = asked
+            peer.step(ev.Get(self.now, op, fetch.keys, fetch.deadline_ns, fetch.session, local_only=True))
+
+        peer_life = peer.lives
+        self.after(self.delay(), lambda: peer.run(peer_life, ask))
+
+    # -- clients -------------------------------------------------------------------------------------------------
+
+    def op(self) -> int:
+        self._op += 1
+        return self._op
+
+    def gated(self, done: fx.PutDone) -> list[Any]:
+        if done.gate_ns and self.now >= done.gate_ns:
+            unknown = PutStatus.UNKNOWN
+            return [o._replace(status=unknown) if o.status is PutStatus.STORED else o for o in done.outcomes]
+        return done.outcomes
+
+    def put(
+        self,
+        name: str,
+        keys: Sequence[bytes],
+        datas: Sequence[bytes] = (),
+        *,
+        session: bool = True,
+        fresh: bool = True,
+        min_copies: int = 1,
+        deadline_ms: float = 1000,
+        seen: Version = NO_VERSION,
+        delete: bool = False,
+        abort: bool = False,
+        put_ids: Sequence[bytes] = (),
+    ) -> int:
+        """A client's put at a node; `results[op]` gets the outcomes."""
+        node, op = self.nodes[name], self.op()
+        ids = put_ids or [b"client......put." + (op * 1000 + index).to_bytes(8, "big") for index in range(len(keys))]
+        datas = [b""] * len(keys) if delete else datas
+        items = [PutItem(key[8:], ident, len(d), ZERO, seen) for key, ident, d in zip(keys, ids, datas, strict=True)]
+        deadline = self.now + int(deadline_ms * MS)
+        self.asked[op] = (deadline, name)
+
+        def filled(slots: list[Slot | None]) -> None:
+            node.give_back(slots)
+            if abort:
+                del node.waiting[op]
+                self.results[op] = "aborted"
+                node.step(ev.PutAborted(self.now, op))
+                return
+            checks: list[bytes | None] = []
+            for slot, data in zip(slots, datas, strict=True):
+                if slot is not None:
+                    node.tier.write(slot, data)
+                checks.append(checksum(data) if slot is not None else None)
+            node.step(ev.PutFilled(self.now, op, checks))
+
+        def answered(effect: fx.Effect) -> None:
+            if isinstance(effect, fx.Fill):
+                node.soon(lambda: filled(effect.slots))
+            elif isinstance(effect, fx.PutDone):
+                self.results[op] = self.gated(effect)
+                del self.asked[op]
+
+        node.waiting[op] = answered
+        event = ev.PutBegin(
+            self.now, op, list(keys), items, deadline, session, fresh, min_copies, "", delete=delete
+        )  # fmt: skip
+        life = node.lives
+        node.run(life, lambda: node.step(event))
+        return op
+
+    def get(
+        self,
+        name: str,
+        keys: Sequence[bytes],
+        *,
+        session: bool = True,
+        local_only: bool = False,
+        verify: bool = True,
+        deadline_ms: float = 300,
+    ) -> int:
+        """A client's get; `results[op]` gets a list of (BlockInfo, bytes or None)."""
+        node, op = self.nodes[name], self.op()
+        deadline = self.now + int(deadline_ms * MS)
+        self.asked[op] = (deadline, name)
+
+        def done(effect: fx.Effect) -> None:
+            assert isinstance(effect, fx.GetDone)
+            data = [node.tier.read(slot) if slot is not None else None for slot in effect.slots]
+            self.results[op] = list(zip(effect.infos, data, strict=True))
+            del self.asked[op]
+            node.soon(lambda: node.unref(effect.slots))
+
+        node.waiting[op] = done
+        event = ev.Get(self.now, op, list(keys), deadline, session, local_only, verify)
+        node.run(node.lives, lambda: node.step(event))
+        return op
+
+    def put_now(self, name: str, keys: Sequence[bytes], datas: Sequence[bytes] = (), **options: Any) -> list[Any]:
+        op = self.put(name, keys, datas, **options)
+        self.run_until(lambda: op in self.results)
+        return self.results.pop(op)
+
+    def get_now(self, name: str, keys: Sequence[bytes], **options: Any) -> list[tuple[BlockInfo, bytes | None]]:
+        op = self.get(name, keys, **options)
+        self.run_until(lambda: op in self.results)
+        return self.results.pop(op)
+
+    # -- what holds ----------------------------------------------------------------------------------------------
+
+    def settle(self, limit_ms: float = 5000) -> None:
+        """Until every shard has a primary with an open lease."""
+        self.run_until(self.settled, limit_ms, 25)
+
+    def settled(self) -> bool:
+        return all(self.primary(shard) is not None for shard in range(SHARDS))
+
+    def primary(self, shard: int) -> str | None:
+        """The one live node whose gate for the shard is open; fails when there are two."""
+        found = [name for name, node in self.nodes.items() if node.alive and self.gate_open(node, shard)]
+        assert len(found) <= 1, f"shard {shard} has open gates at {found}"
+        return found[0] if found else None
+
+    def gate_open(self, node: Node, shard: int) -> bool:
+        return bool(node.core.state.view.primary_epoch[shard]) and node.core.lease.open(self.now)
+
+    def check_gates(self) -> None:
+        """At most one open gate per shard, whatever the epoch."""
+        taken: dict[int, str] = {}
+        for name, node in self.nodes.items():
+            if node.alive and node.core.lease.open(self.now):
+                for shard, epoch in enumerate(node.core.state.view.primary_epoch):
+                    if epoch:
+                        assert shard not in taken, f"shard {shard}: open gates at {taken[shard]} and {name}"
+                        taken[shard] = name
+
+    def check_all(self) -> None:
+        self.check_gates()
+        for node in self.nodes.values():
+            if node.alive:
+                node.account()
