@@ -214,8 +214,8 @@ class Storm:
             assert len(held) <= 1, f"shard {shard} after healing: {found}"
 
 
-def run_storm(seed: int, **options: Any) -> Storm:
+def run_storm(seed: int, *, duration_ms: float = 4000, quiet_ms: float = 6000, **options: Any) -> Storm:
     storm = Storm(seed, **options)
-    storm.run()
-    storm.finish()
+    storm.run(duration_ms)
+    storm.finish(quiet_ms)
     return storm

@@ -90,7 +90,11 @@ def endpoints(cluster: LocalCluster) -> str:
         (["get", "a", "--endpoint", "unix:x.sock"], "must be absolute"),
         (["put", "a", "/does/not/exist"], "cannot read /does/not/exist: No such file"),
         (["put", "a", "-"], "standard input is empty"),
-        (["bench", "nonesuch"], "no benchmark is called 'nonesuch'"),
+        (["bench", "wir"], "no benchmark is called 'wir'; did you mean 'wire'?"),
+        (["bench", "wire", "--quik"], "did you mean --quick?"),
+        (["bench", "wire", "extra"], "unexpected argument 'extra'"),
+        (["demo", "--sessions", "many"], "--sessions: 'many' is not a number"),
+        (["demo", "--sessions"], "--sessions needs a value"),
     ],
 )
 def test_wrong_arguments(tmp_path: Path, arguments: list[str], message: str) -> None:
@@ -103,6 +107,8 @@ def test_help_version_and_light_start(tmp_path: Path) -> None:
     assert b"Commands:" in run(tmp_path).stdout
     assert run(tmp_path, "--version").stdout.startswith(b"emberkv ")
     assert b"Usage: emberkv up" in run(tmp_path, "up", "--help").stdout
+    assert b"benchmarks: " in run(tmp_path, "bench").stdout
+    assert b"--sessions INT" in run(tmp_path, "demo", "--help").stdout
     probe = "import sys, emberkv.cli.main; print([m for m in ('numpy', 'torch', 'transformers') if m in sys.modules])"
     loaded = subprocess.run([sys.executable, "-c", probe], capture_output=True, env=environment(tmp_path))
     assert loaded.stdout == b"[]\n"

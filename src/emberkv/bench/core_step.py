@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import cast
 
 from emberkv.core import events as ev
 from emberkv.core.effects import Commit, Effect, Fill, Send
@@ -14,7 +15,7 @@ from emberkv.core.replica import Replica
 from emberkv.core.state import Settings
 from emberkv.core.view import encode_record, owner_key
 from emberkv.messages import LiveRecord, NodeAddress, PutItem, Replicate, ReplicateReply, ShardOwner
-from emberkv.ports import CommitStatus, Record, Slot
+from emberkv.ports import CommitStatus, Record, Slot, Tier
 from emberkv.storage.arena import SlabArena, victim_helps
 from emberkv.types import BATCH_KEYS_MAX, SHARDS, checksum
 
@@ -41,7 +42,8 @@ class _Tier(SlabArena):
 def _primary(arena_blocks: int) -> Replica:
     """A core that is primary of everything, with an open lease and one backup that is connected and in sync."""
     settings = Settings("a", b"a" * 16, NodeAddress("a", "a:1"), ("a", "b"), generation=1, ttl_ns=3_600_000_000_000)
-    core = Replica(settings, _Tier(arena_blocks * BLOCK_BYTES, slab_bytes=1 << 20))
+    tier = cast(Tier, _Tier(arena_blocks * BLOCK_BYTES, slab_bytes=1 << 20))
+    core = Replica(settings, tier)
     backup = Record("live/b", encode_record(LiveRecord(1, b"b" * 16, NodeAddress("b", "b:1"))), 1)
     join = next(e for e in core.step(ev.Records(NOW_NS, [backup], [], 1, full=True)) if isinstance(e, Commit))
     core.step(ev.Committed(NOW_NS, join.op, CommitStatus.COMMITTED, 2, NOW_NS))

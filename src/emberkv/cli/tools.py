@@ -37,7 +37,7 @@ def bench_command(
     """Measure the data plane against its references."""
     known = bench_names()
     if name in ("", "--help", "-h"):
-        results().print("emberkv bench NAME [options]; `emberkv bench NAME --help` lists the options of one.")
+        results().print("Usage: emberkv bench NAME [options]; see `emberkv bench NAME --help`.", markup=False)
         results().print(f"benchmarks: {', '.join(known) or 'none is installed'}")
         return
     if name not in known:
@@ -130,14 +130,16 @@ def _print_help(command: str, run_cli: Callable[..., int], kinds: Mapping[str, t
     document = inspect.getdoc(run_cli) or ""
     helps = dict(re.findall(r"^\s*(\w+): (.*)$", document, re.MULTILINE))
     console = results()
-    console.print(f"Usage: {command} [options]\n\n{document.splitlines()[0] if document else ''}\n", markup=False)
+    console.print(
+        f"Usage: {command} [options]\n\n{document.splitlines()[0] if document else ''}\n", markup=False, soft_wrap=True
+    )
     defaults = inspect.signature(run_cli).parameters
     for name, kind in kinds.items():
         flag = f"--{name.replace('_', '-')}" + ("" if kind is bool else f" {kind.__name__.upper()}")
         default = defaults[name].default
         shown = "" if default in (inspect.Parameter.empty, None, False, "") else f" (default {default})"
         text = helps.get(name, "Print one JSON document." if name == "json" else "")
-        console.print(f"  {flag:<28} {text}{shown}", markup=False)
+        console.print(f"  {flag:<28} {text}{shown}", markup=False, soft_wrap=True)
 
 
 def register(app: typer.Typer) -> None:

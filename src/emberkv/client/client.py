@@ -15,22 +15,20 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
-from emberkv.client.asking import await_reply, node_deadline_ms
 from emberkv.client.checks import PutBlock, check_deadline, check_dest, check_items, check_keys
 from emberkv.client.connection import Bytes
 from emberkv.client.counters import Counters
 from emberkv.client.jobs import JOB_BYTES_MAX, Job, JobQueue
 from emberkv.client.loads import Load, LoadResult
 from emberkv.client.pins import Pinned, pin_blocks
-from emberkv.client.pool import LOAD, SAVE, Pool
-from emberkv.client.routing import match, parse_endpoints, split_batches
+from emberkv.client.pool import SAVE, Pool
+from emberkv.client.presence import present
+from emberkv.client.routing import match, parse_endpoints
 from emberkv.client.saves import PutIds, Save
 from emberkv.client.sinks import NewSink, RowsSink
 from emberkv.errors import EmberError, Unavailable
 from emberkv.messages import (
     WIRE_VERSION,
-    ExistsReply,
-    ExistsRequest,
     Hello,
     MapReply,
     PutItem,
@@ -55,7 +53,6 @@ if TYPE_CHECKING:
 CONNECT_TIMEOUT_MS: Final = 250
 """Connect and handshake, each: a hundred times what a live node needs, a quarter of a get's usual deadline."""
 STAGING_BYTES: Final = 64 << 20
-TRIES_EXISTS: Final = 2
 
 _clients: weakref.WeakSet[Client] = weakref.WeakSet()
 
@@ -188,30 +185,7 @@ class Client:
     def exists_many(self, keys: Sequence[bytes], *, deadline_ms: int = 1000) -> list[bool]:
         """Whether each key is present somewhere; changes nothing. False also when nobody could be asked."""
         deadline_ns = now_ns() + check_deadline(deadline_ms)
-        checked = check_keys(keys)
-        present: list[bool] = []
-        for batch in split_batches(range(len(checked))):
-            present += self._exists([checked[index] for index in batch], deadline_ns)
-        return present
-
-    def _exists(self, keys: list[bytes], deadline_ns: int) -> list[bool]:
-        for node in self._pool.candidates()[:TRIES_EXISTS]:
-            if now_ns() >= deadline_ns:
-                break
-            try:
-                connection = self._pool.lend(node, LOAD, deadline_ns, fresh=True)
-            except EmberError:
-                continue
-            try:
-                request_id = connection.send(ExistsRequest(keys, node_deadline_ms(deadline_ns)), deadline_ns)
-                reply = await_reply(self._pool, node, connection, ExistsReply, request_id, deadline_ns)
-            except EmberError as error:
-                self._pool.drop(node, connection, error)
-                continue
-            self._pool.give(node, connection)
-            if len(reply.reasons) == len(keys):
-                return [not reason for reason in reply.reasons]
-        return [False] * len(keys)
+        return present(self._pool, check_keys(keys), deadline_ns)
 
     def match_prefix(self, keys: Sequence[bytes], *, deadline_ms: int = 1000) -> PrefixMatch:
         """How many leading keys are present, and which later ones are not; changes nothing."""

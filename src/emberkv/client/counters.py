@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from emberkv.types import MissReason, PutOutcome, PutStatus
 
@@ -27,14 +27,14 @@ class Counters:
         self.retries = 0
         self.map_refreshes = 0
 
-    def load(self, reasons: Iterable[MissReason], gil_returns: int) -> None:
+    def load(self, reasons: Sequence[MissReason], gil_returns: int) -> None:
         """Counts one get call: a reason per key, NONE for a hit."""
-        tally = Counter(reasons)
+        missed = [reason for reason in reasons if reason]
         with self._lock:
-            self.hits += tally.pop(MissReason.NONE, 0)
+            self.hits += len(reasons) - len(missed)
             self.gil_returns += gil_returns
-            if tally:
-                self.misses.update(tally)
+            if missed:
+                self.misses.update(missed)
 
     def save(self, outcomes: Iterable[PutOutcome]) -> None:
         """Counts the outcomes of puts; a refusal under its reason, as in "refused:staging-full"."""

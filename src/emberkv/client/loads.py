@@ -17,7 +17,7 @@ from emberkv.checksum import checksum_held
 from emberkv.client.asking import SlowAnswer, await_reply, node_deadline_ms, passed
 from emberkv.client.connection import Connection
 from emberkv.client.pool import LOAD, Node, Pool
-from emberkv.client.routing import Endpoint, group_gets, split_batches
+from emberkv.client.routing import ANY_NODE, Endpoint, group_gets, split_batches
 from emberkv.client.sinks import Pick, Sink
 from emberkv.errors import EmberError, ProtocolError
 from emberkv.messages import BlockInfo, GetFlag, GetReply, GetRequest, Unpin
@@ -183,7 +183,8 @@ class Load:
     def _far(self, nodes: list[Node], indices: list[int]) -> list[int]:
         """Loads over TCP; returns the indices to ask elsewhere."""
         by_name = {node.name: node for node in reversed(nodes) if node.name and not node.endpoint.local}
-        groups = group_gets(self.keys, indices, self.pool.cluster, by_name)
+        # With one node to ask there is nothing to choose, and no key to hash for it.
+        groups = group_gets(self.keys, indices, self.pool.cluster, by_name) if len(by_name) > 1 else {ANY_NODE: indices}
         asked: list[tuple[Node, Connection, list[tuple[int, list[int]]]]] = []
         again: list[int] = []
         # In one order for all callers, so that two of them never wait for each other's connections.
@@ -234,15 +235,16 @@ class Load:
         picks = self._sort(indices, reply.infos)
         for index, _ in picks:  # nothing is believed before it was checked
             self.reasons[index] = MissReason.UNREACHABLE
-        refused = [self._refused(pick) for pick in picks] if self.sink.block_bytes else [False] * len(picks)
-        good = [pick for pick, no in zip(picks, refused, strict=True) if not no]
-        places = self.sink.place(good)
-        rest = iter(places)
-        buffers = [
-            memoryview(bytearray(info.length)) if no else next(rest)
-            for (_, info), no in zip(picks, refused, strict=True)
-        ]
-        bad, arrived = self._take(node, connection, picks, refused, buffers)
+        refused = [self._refused(pick) for pick in picks] if self.sink.block_bytes else []
+        if any(refused):
+            rest = iter(self.sink.place([pick for pick, no in zip(picks, refused, strict=True) if not no]))
+            buffers = [
+                memoryview(bytearray(info.length)) if no else next(rest)
+                for (_, info), no in zip(picks, refused, strict=True)
+            ]
+        else:
+            buffers = self.sink.place(picks)
+        bad, arrived = self._take(node, connection, picks, buffers)
         if not arrived:
             raise LinkTimeout(f"{node.endpoint} stopped in the middle of an answer")
         if bad:
@@ -250,25 +252,35 @@ class Load:
         return bad
 
     def _take(
-        self, node: Node, connection: Connection, picks: list[Pick], refused: list[bool], buffers: list[memoryview]
+        self, node: Node, connection: Connection, picks: list[Pick], buffers: list[memoryview]
     ) -> tuple[list[int], bool]:
-        """Receives and checks the payload: (indices with a bad checksum, whether all of it arrived)."""
+        """Receives and checks the payload: (indices with a bad checksum, whether all of it arrived).
+
+        A block that was refused before is received, because it is on the way, and forgotten.
+        """
+        from emberkv.net.overlap import recv_checked  # an engine beside its node never loads TCP
+
         assert connection.tcp is not None
-        received = connection.tcp.recv_payload(buffers, self._payload_deadline_ns(node)) if buffers else 0
+        reasons, versions = self.reasons, self.versions
         bad: list[int] = []
-        end = 0
-        for (index, info), no, buffer in zip(picks, refused, buffers, strict=True):
-            end += info.length
-            if end > received:
-                return bad, False
-            if no:
-                continue
-            if checksum_held(buffer) == info.checksum:
-                self._done([(index, info)])
-            else:
-                self.reasons[index] = MissReason.CHECKSUM
-                bad.append(index)
-        return bad, True
+        checked = 0
+
+        def check(first: int, last: int) -> None:
+            nonlocal checked
+            for (index, info), buffer in zip(picks[first:last], buffers[first:last], strict=True):
+                if reasons[index] is not MissReason.UNREACHABLE:
+                    continue
+                if checksum_held(buffer) == info.checksum:
+                    reasons[index] = MissReason.NONE
+                    versions[index] = info.version
+                else:
+                    reasons[index] = MissReason.CHECKSUM
+                    bad.append(index)
+            checked = last
+
+        if buffers:
+            recv_checked(connection.tcp, buffers, self._payload_deadline_ns(node), check)
+        return bad, checked == len(buffers)
 
     def _payload_deadline_ns(self, node: Node) -> int:
         """A node that stops in the middle leaves time to ask another one for the rest."""

@@ -104,7 +104,9 @@ class Pool:
 
     def reset(self) -> None:
         """Forgets every connection without closing it: at the start, and in a forked child (net closes its copies)."""
-        self._changed = threading.Condition(threading.Lock())
+        # The lock itself where nobody waits: a Condition is entered and left in Python.
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._wake = threading.Event()
         self._keeper: threading.Thread | None = None
         self._map_due = True
@@ -151,8 +153,8 @@ class Pool:
 
     def candidates(self, tried: Collection[Endpoint] = ()) -> list[Node]:
         """Nodes worth asking, best first: up or never tried, and not in `tried`."""
-        with self._changed:
-            return [node for node in self._nodes if not node.failures and node.endpoint not in tried]
+        # Without the lock: the list is only ever replaced as a whole, and `failures` is one number.
+        return [node for node in self._nodes if not node.failures and node.endpoint not in tried]
 
     def nodes(self) -> list[Node]:
         """All known nodes, best first."""
@@ -161,8 +163,10 @@ class Pool:
 
     def welcome(self) -> Welcome | None:
         """What the best node that ever answered said; None before that."""
-        with self._changed:
-            return next((node.welcome for node in self._nodes if node.welcome is not None), None)
+        for node in self._nodes:  # without the lock, as in `candidates`
+            if node.welcome is not None:
+                return node.welcome
+        return None
 
     # -- lending ------------------------------------------------------------------------------------------------------
 
@@ -171,7 +175,7 @@ class Pool:
 
         Raises Unavailable when the node does not answer, refuses, or all its connections stay busy.
         """
-        with self._changed:
+        with self._lock:
             while True:
                 if self._closed:
                     raise Unavailable("the client is closed")
@@ -217,7 +221,7 @@ class Pool:
     def give(self, node: Node, connection: Connection) -> None:
         """Takes a connection back after a call that ended well."""
         connection.reused = True
-        with self._changed:
+        with self._lock:
             if self._closed or node not in self._nodes or connection.link.closed:
                 self._discard(node, connection)
             else:

@@ -35,6 +35,9 @@ RATE_MIN_BYTES_PER_S: Final = 64 << 20
 """Slowest payload that is still called alive: 0.5 Gb/s. Bounds the time that a dripping peer can hold a thread."""
 TIMEOUT_STEP_US: Final = 4000
 TIMEOUT_STEP_NS: Final = TIMEOUT_STEP_US * 1000
+ARMED_MIN_US: Final = 100_000
+"""A receive timeout of at least this that is armed already serves a later deadline too: whoever waits looks at the
+clock and waits again. Saves two system calls per get."""
 """Receive timeouts are rounded up to this, about the kernel's tick, so that equal budgets need no new setsockopt."""
 USER_TIMEOUT_MS: Final = 3000
 """TCP_USER_TIMEOUT: unacknowledged data this old ends the connection, so a half-open one is noticed."""
@@ -131,6 +134,8 @@ class TcpLink:
 
     def set_send_timeout_ms(self, timeout_ms: int) -> None:
         """Longest time without progress while sending; more than 0, so that a frozen peer cannot hold a thread."""
+        if timeout_ms == self._send_timeout_ms:
+            return
         if timeout_ms <= 0:
             raise ConfigError("a send timeout must be more than 0 ms")
         self._send_timeout_ms = timeout_ms
@@ -149,10 +154,12 @@ class TcpLink:
         self._armed_recv_us = timeout_us
 
     def _arm_until(self, deadline_ns: int) -> bool:
-        """Arms the receive timeout for what is left; False when nothing is."""
+        """Arms a receive timeout for what is left, or a part of it; False when nothing is left."""
         left_ns = deadline_ns - now_ns()
         if left_ns <= 0:
             return False
+        if ARMED_MIN_US <= self._armed_recv_us <= left_ns // 1000:
+            return True
         self._arm_recv((left_ns // TIMEOUT_STEP_NS + 1) * TIMEOUT_STEP_US)
         return True
 
@@ -209,7 +216,7 @@ class TcpLink:
         frame = encode(message, request_id, total)
         with self._send_lock:
             start_ns = now_ns()
-            made = self._send_all([frame, *payload], len(frame) + total)
+            made = self._send_all([frame, *payload] if payload else [frame], len(frame) + total)
             self.send_ns = now_ns() - start_ns
             return made
 
@@ -335,7 +342,9 @@ class TcpLink:
             try:
                 piece = self._socket.recv(size - len(data), socket.MSG_WAITALL)
             except BlockingIOError:
-                break
+                if deadline_ns is None:
+                    break
+                continue  # what was armed may have been less than what is left
             except OSError as error:
                 raise self._gone(error) from error
             if not piece:

@@ -28,10 +28,24 @@ PINS_MAX = 1024
 _scratch = threading.local()
 
 
+class PinnedTotal:
+    """Bytes pinned over all connections, for `status`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.bytes = 0
+
+    def add(self, count: int) -> None:
+        """Adds (or takes away) bytes."""
+        with self._lock:
+            self.bytes += count
+
+
 class Pins:
     """Pins of one connection, bounded in bytes and number."""
 
-    def __init__(self, runtime: Runtime, bytes_max: int) -> None:
+    def __init__(self, runtime: Runtime, total: PinnedTotal, bytes_max: int) -> None:
+        self._total = total
         self._runtime = runtime
         self._bytes_max = bytes_max
         self._pins: dict[int, list[Slot]] = {}
@@ -54,6 +68,7 @@ class Pins:
         self._runtime.unref(surplus)
         if not kept:
             return 0, infos
+        self._total.add(sum(slot.length for slot in kept))
         pin = next(self._ids)
         self._pins[pin] = kept
         return pin, infos
@@ -63,7 +78,9 @@ class Pins:
         slots: list[Slot] = []
         for pin in pins:
             slots += self._pins.pop(pin, [])
-        self.bytes -= sum(slot.length for slot in slots)
+        freed = sum(slot.length for slot in slots)
+        self.bytes -= freed
+        self._total.add(-freed)
         self._runtime.unref(slots)
 
     def drop_all(self) -> None:

@@ -194,6 +194,7 @@ class Node:
         def status() -> bytes:
             body = document(self.runtime, tier, ticker, streams, server.connections, started_s)
             body["cluster_id"] = cluster.cluster_id
+            body["pinned_bytes"] = server.pinned.bytes
             body["budget_ms"] = budget.budget_ms
             body["addresses"] = {"tcp": address.tcp, "local": address.local}
             return msgspec.json.encode(body)

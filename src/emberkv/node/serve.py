@@ -43,7 +43,7 @@ from emberkv.net.link import LinkClosed, LinkTimeout
 from emberkv.net.local_link import LocalLink
 from emberkv.net.tcp import serve_handshake
 from emberkv.net.tcp_link import TcpLink
-from emberkv.node.connections import Pins, fill_from_link, fill_from_staging
+from emberkv.node.connections import PinnedTotal, Pins, fill_from_link, fill_from_staging
 from emberkv.node.fetcher import SCOPE_BYTES
 from emberkv.node.namespaces import Namespaces
 from emberkv.node.pids import ProcessWatcher
@@ -70,6 +70,7 @@ class Server:
         self.namespaces = namespaces
         self.staging_bytes = staging_bytes
         self.connections = 0
+        self.pinned = PinnedTotal()
         self._opened = threading.Event()
 
     def open(self, runtime: Runtime, status: Callable[[], bytes], watcher: ProcessWatcher) -> None:
@@ -204,7 +205,7 @@ class Server:
         staging_bytes = min(hello.want_staging_bytes or self.staging_bytes, self.staging_bytes)
         staging = StagingArea(staging_bytes)
         pin_bytes_max = self.tier.total_bytes // 8
-        pins = Pins(self.runtime, pin_bytes_max)
+        pins = Pins(self.runtime, self.pinned, pin_bytes_max)
         welcome = Welcome(
             answer.wire,
             answer.cluster_id,
