@@ -36,6 +36,7 @@ from emberkv.net.tcp import TcpListener
 from emberkv.node.coordination import Coordination
 from emberkv.node.fetcher import PeerFetcher
 from emberkv.node.identity import DataDirectory
+from emberkv.node.metrics import CollectorPauses
 from emberkv.node.namespaces import Namespaces
 from emberkv.node.pids import ProcessWatcher
 from emberkv.node.runtime import Runtime
@@ -186,14 +187,18 @@ class Node:
             commit_deadline_ms=max(50, int(budget.ttl_ms / 6)),
             watch_deadline_ms=max(50, int(budget.heartbeat_ms)),
         )
-        self._closers.insert(2, ("coordinator threads", coordination.stop))
+        self._closers.insert(3, ("coordinator threads", coordination.stop))
         committer.target = coordination
+        pauses = CollectorPauses()
+        pauses.start()
+        self._on_close("collector metrics", pauses.stop)
         watcher = ProcessWatcher()
         self._on_close("process watcher", watcher.stop)
 
         def status() -> bytes:
             body = document(self.runtime, tier, ticker, streams, server.connections, started_s)
             body["cluster_id"] = cluster.cluster_id
+            body["collector_pause_ms"] = pauses.document()
             body["pinned_bytes"] = server.pinned.bytes
             body["budget_ms"] = budget.budget_ms
             body["addresses"] = {"tcp": address.tcp, "local": address.local}
