@@ -18,7 +18,7 @@ import psutil
 import pytest
 from harness.blocks import eventually, key_of, value_of
 
-from emberkv import Client, Level, PutStatus
+from emberkv import Client, Level, PutStatus, RefuseReason
 from emberkv.cli.cluster import LocalCluster
 from emberkv.cli.probe import fetch_status
 from emberkv.config import ClusterConfig, NodeConfig, write
@@ -125,6 +125,13 @@ def test_key_of_the_wrong_length_and_a_value_over_the_limit(cluster: LocalCluste
         with pytest.raises(ValueError, match=str(BLOCK_BYTES_MAX)):
             client.put_many([(key_of("big"), bytes(BLOCK_BYTES_MAX + 1))])
         assert client.put_many([(key_of("fine"), b"x")])[0]
+
+
+def test_a_level_that_is_not_served_is_refused_not_lowered(cluster: LocalCluster) -> None:
+    with Client([cluster.node("n1").endpoint]) as client:
+        outcome = client.put_many([(key_of("strong"), b"x")], level=Level.STRONG)[0]
+        assert (outcome.status, outcome.reason) == (PutStatus.REFUSED, RefuseReason.LEVEL_UNSUPPORTED)
+        assert not client.get_many([key_of("strong")])[0]
 
 
 def still_serves(cluster: LocalCluster) -> None:

@@ -96,7 +96,7 @@ def test_what_was_written_is_read_back(tmp_path: Path) -> None:
         members=["a", "b"],
         namespaces=[
             NamespaceConfig(name="default"),
-            NamespaceConfig(name="kv", level="session", min_copies=2, parts=4),
+            NamespaceConfig(name="kv", level="session", min_copies=2, parts=1),
         ],
         control_dir='/tmp/with "quotes" and \\',
         data_dir="/tmp/ünï",

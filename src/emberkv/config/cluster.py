@@ -61,6 +61,10 @@ class NamespaceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     def __post_init__(self) -> None:
         check_token("name", self.name)
+        if self.level == "strong":
+            raise ConfigError(f"level: namespace {self.name!r} asks for strong, which this version does not serve yet")
+        if self.parts != 1:
+            raise ConfigError(f"parts: namespace {self.name!r} asks for {self.parts}, this version serves 1")
         check_range("min_copies", self.min_copies, 1, MEMBERS_MAX)
         check_range("block_bytes_max", self.block_bytes_max, 1, BLOCK_BYTES_MAX)
         check_range("parts", self.parts, 1, PARTS_MAX)

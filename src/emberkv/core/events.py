@@ -85,6 +85,8 @@ class PutBegin(Event):
     from_peer: str
     """Name of the forwarding node, or empty when a client speaks to this node."""
     delete: bool = False
+    strong: bool = False
+    """Asked for a level that this version does not serve: refused, never taken for a lower one."""
 
 
 class PutFilled(Event):

@@ -39,7 +39,7 @@ from emberkv.types import (
 _NO_SPACE = PutOutcome(PutStatus.REFUSED, reason=RefuseReason.NO_SPACE)
 _FENCED = PutOutcome(PutStatus.REFUSED, reason=RefuseReason.FENCED)
 _BAD_BYTES = PutOutcome(PutStatus.REFUSED, reason=RefuseReason.CHECKSUM)
-_TOO_FEW_REPLICAS = PutOutcome(PutStatus.REFUSED, reason=RefuseReason.LEVEL_UNSUPPORTED)
+_UNSUPPORTED = PutOutcome(PutStatus.REFUSED, reason=RefuseReason.LEVEL_UNSUPPORTED)
 _ACCEPTED = PutOutcome(PutStatus.ACCEPTED, copies=1)
 _SUPERSEDED = PutOutcome(PutStatus.SUPERSEDED)
 _COUNTER = {status: f"put_{status.name.lower()}" for status in PutStatus}
@@ -79,8 +79,8 @@ class Put:
     def on_begin(self, event: PutBegin) -> None:
         """Makes room. A delete has no bytes and goes straight on."""
         count = len(event.items)
-        if event.min_copies > self.state.settings.factor:
-            outcomes: list[PutOutcome | None] = [_TOO_FEW_REPLICAS] * count
+        if event.strong or event.min_copies > self.state.settings.factor:
+            outcomes: list[PutOutcome | None] = [_UNSUPPORTED] * count
         elif len(self.ops) >= OPS_MAX:
             outcomes = [_NO_SPACE] * count
         else:

@@ -234,6 +234,7 @@ class Runtime:
         min_copies: int,
         from_peer: str = "",
         delete: bool = False,
+        strong: bool = False,
     ) -> None:
         """Runs a put up to the point where it waits for others; `done` is called once, by any thread.
 
@@ -251,7 +252,7 @@ class Runtime:
 
         self._waiting[op] = reply
         begin = ev.PutBegin(
-            self.now_ns(), op, keys, items, deadline_ns, session, fresh, min_copies, from_peer, delete=delete
+            self.now_ns(), op, keys, items, deadline_ns, session, fresh, min_copies, from_peer, delete, strong
         )
         self.handle(begin)
         if not fills:

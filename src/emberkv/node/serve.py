@@ -51,7 +51,7 @@ from emberkv.node.runtime import Runtime
 from emberkv.ports import Slot
 from emberkv.storage.dram import DramTier
 from emberkv.storage.staging import StagingArea
-from emberkv.types import Level, Namespace
+from emberkv.types import Level, MissReason, Namespace
 from emberkv.wire.codec import Header
 
 log = logging.getLogger(__name__)
@@ -141,6 +141,9 @@ class Server:
     def _read(
         self, message: GetRequest, scope: bytes, *, local_only: bool, verify: bool
     ) -> tuple[list[BlockInfo], list[Slot | None]]:
+        if message.level == Level.STRONG:
+            # A level that this version does not serve is refused; a weaker answer could be wrong.
+            return [BlockInfo(int(MissReason.FENCED))] * len(message.keys), [None] * len(message.keys)
         return self.runtime.read(
             [scope + key for key in message.keys],
             self.runtime.now_ns() + message.deadline_ms * 1_000_000,
@@ -162,6 +165,7 @@ class Server:
             lambda outcomes: self._send_late(link, PutReply(outcomes), request),
             deadline_ns=self.runtime.now_ns() + message.deadline_ms * 1_000_000,
             session=message.level == Level.SESSION,
+            strong=message.level == Level.STRONG,
             fresh=bool(message.flags & PutFlag.FRESH),
             min_copies=message.min_copies,
             from_peer=hello.node if forwarded else "",
@@ -259,6 +263,7 @@ class Server:
                 lambda outcomes: self._send_late(link, PutReply(outcomes), request),
                 deadline_ns=self.runtime.now_ns() + message.deadline_ms * 1_000_000,
                 session=message.level == Level.SESSION,
+                strong=message.level == Level.STRONG,
                 fresh=bool(message.flags & PutFlag.FRESH),
                 min_copies=message.min_copies,
                 delete=message.delete,
