@@ -229,7 +229,7 @@ def test_p9_namespaces_are_apart_and_nobody_writes_a_nodes_memory(cluster: Local
         os.close(reopened)
     finally:
         link.close()
-        close_fds([arena_fd, staging_fd])
+        close_fds([fd for fd in (arena_fd, staging_fd) if fd >= 0])
 
 
 def test_many_threads_share_one_client(cluster: LocalCluster) -> None:

@@ -51,12 +51,16 @@ class Bare:
         self.now += int(after_ms * MS)
         return self.step(ev.Tick(self.now))
 
-    def records(self, *records: tuple[str, bytes], full: bool = False, deleted: list[str] | None = None) -> list[fx.Effect]:
+    def records(
+        self, *records: tuple[str, bytes], full: bool = False, deleted: list[str] | None = None
+    ) -> list[fx.Effect]:
         self.revision += 1
         found = [Record(key, value, self.revision) for key, value in records]
         return self.step(ev.Records(self.now, found, deleted or [], self.revision, full=full))
 
-    def committed(self, commit: fx.Commit, status: CommitStatus = CommitStatus.COMMITTED, sent: int = -1) -> list[fx.Effect]:
+    def committed(
+        self, commit: fx.Commit, status: CommitStatus = CommitStatus.COMMITTED, sent: int = -1
+    ) -> list[fx.Effect]:
         self.revision += status is CommitStatus.COMMITTED
         return self.step(ev.Committed(self.now, commit.op, status, self.revision, self.now if sent < 0 else sent))
 
@@ -84,7 +88,9 @@ class Bare:
         ids = ids or [checksum(b"%d" % op) + index.to_bytes(8, "big") for index in range(len(keys))]
         items = [PutItem(k[8:], i, len(d), checksum(d), seen) for k, i, d in zip(keys, ids, datas, strict=True)]
         deadline = self.now + deadline_ms * MS
-        effects = self.step(ev.PutBegin(self.now, op, keys, items, deadline, session, fresh, min_copies, peer, delete=delete))
+        effects = self.step(
+            ev.PutBegin(self.now, op, keys, items, deadline, session, fresh, min_copies, peer, delete=delete)
+        )
         if delete:
             return effects
         fill = only(effects, fx.Fill)

@@ -240,7 +240,8 @@ class World:
         self.asked: dict[int, tuple[int, str]] = {}
         """Operation -> (deadline, node)."""
         self.observers: list[Callable[[Node, fx.Effect], None]] = []
-        self.log: list[str] | None = None
+        self.answers: list[Callable[[Node, Node, Any, Any], None]] = []
+        """Called with (who answers, who asked, request, reply) when a reply leaves."""
         self.nodes = {name: Node(self, name) for name in names}
         if start:
             for name in names:
@@ -457,11 +458,11 @@ class World:
 
     def _receive(self, connection: Connection, send: fx.Send, data: list[bytes]) -> None:
         target, peer, message = connection.target, connection.source.name, send.message
-        if self.log is not None:
-            self.log.append(f"{peer} -> {target.name}  {type(message).__name__}")
         op = self.op()
 
         def answer(reply: PutReply | ReplicateReply | OfferReply) -> None:
+            for told in self.answers:
+                told(target, connection.source, message, reply)
             self._answer(connection, send.request, reply)
 
         if isinstance(message, Offer):
@@ -559,8 +560,6 @@ class World:
         if not connection.open:
             return
         source, peer = connection.source, connection.target.name
-        if self.log is not None:
-            self.log.append(f"{peer} -> {source.name}  {type(reply).__name__}")
         kinds = {PutReply: ev.PutAnswered, ReplicateReply: ev.ReplicateAnswered, OfferReply: ev.OfferAnswered}
         due = connection.back_until = max(connection.back_until + 1, self.now + self.delay())
 

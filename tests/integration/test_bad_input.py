@@ -105,6 +105,22 @@ def test_a_node_started_twice_with_one_name(tmp_path: Path) -> None:
         first.wait(10)
 
 
+def test_a_node_whose_cluster_table_differs(tmp_path: Path) -> None:
+    file = node_config(tmp_path)
+    first = subprocess.Popen([sys.executable, "-m", "emberkv.cli.main", "node", "--config", str(file)])
+    try:
+        eventually("the first one runs", (tmp_path / "n1" / "node.sock").exists)
+        (tmp_path / "second").mkdir()
+        other = tmp_path / "second" / "n2.toml"
+        text = file.read_text().replace(str(tmp_path / "n1"), str(tmp_path / "second" / "n2"))
+        other.write_text(text.replace('"3s"', '"5s"'))
+        assert_one_clear_line(run_node(other), "differs")
+        assert first.poll() is None
+    finally:
+        first.terminate()
+        first.wait(10)
+
+
 def test_a_coordinator_file_that_is_not_ours(tmp_path: Path) -> None:
     file = node_config(tmp_path)
     (tmp_path / "control").mkdir()
@@ -141,7 +157,7 @@ def still_serves(cluster: LocalCluster) -> None:
 
 
 def hello() -> Hello:
-    return Hello(int(Role.CLIENT), 1, 1, "", "default", "", os.urandom(16))
+    return Hello(int(Role.CLIENT), 1, 1, "", "default", "", os.urandom(16), want_staging_bytes=64 * MIB)
 
 
 def test_hostile_frames_close_their_connection_and_nothing_else(cluster: LocalCluster) -> None:
@@ -197,7 +213,7 @@ def test_hostile_local_frames(cluster: LocalCluster) -> None:
         with pytest.raises(Exception, match="closed|lost|ended"):
             link.recv()
         link.close()
-        close_fds([arena_fd, staging_fd])
+        close_fds([fd for fd in (arena_fd, staging_fd) if fd >= 0])
     still_serves(cluster)
 
 

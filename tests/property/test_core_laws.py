@@ -64,7 +64,11 @@ def test_a_node_that_leaves_moves_only_its_own_shards(nodes, shard):
     assert len(set(replicas(shard, nodes, 2))) == min(2, len(nodes))
 
 
-@given(st.lists(st.tuples(st.sampled_from(["add", "touch", "discard", "arrived"]), st.lists(st.integers(0, 30), max_size=6))))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["add", "touch", "discard", "arrived"]), st.lists(st.integers(0, 30), max_size=6))
+    )
+)
 def test_residency_holds_exactly_what_came_and_did_not_leave(steps):
     residency, held = Residency(), set()
     for action, numbers in steps:

@@ -37,9 +37,7 @@ def test_drift_shortens_the_lease_and_the_election_counts_double():
     assert plan(3000).double_fault_ms == 3000
 
 
-@pytest.mark.parametrize(
-    ("text", "ms"), [("3s", 3000), ("500ms", 500), ("2m", 120_000), ("1.5", 1500), (" 3 s", 3000)]
-)
+@pytest.mark.parametrize(("text", "ms"), [("3s", 3000), ("500ms", 500), ("2m", 120_000), ("1.5", 1500), (" 3 s", 3000)])
 def test_durations(text, ms):
     assert parse_duration_ms(text) == ms
 

@@ -1,12 +1,12 @@
 """Entries, references and room."""
 
 import pytest
-from harness.tier import MemoryTier
-from harness.world import key_of
 
 from emberkv.core.directory import Directory, Entry, make_entry, restamped
 from emberkv.errors import InvariantViolation
 from emberkv.types import EntryState, MissReason, Version
+from harness.tier import MemoryTier
+from harness.world import key_of
 
 
 def entry_of(directory: Directory, number: int, length: int = 10, seq: int = 1, slot=None) -> Entry:

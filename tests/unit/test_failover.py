@@ -1,8 +1,6 @@
 """Who takes over, and who replaces a lost copy."""
 
 import pytest
-from harness.bare import MS, Bare, all_of, beat, live
-from harness.world import World, key_of, keys_of_shard
 
 from emberkv.core import effects as fx
 from emberkv.core.budget import plan
@@ -11,6 +9,8 @@ from emberkv.core.view import encode_record, owner_key
 from emberkv.messages import LiveRecord, ShardOwner
 from emberkv.ports import CommitStatus
 from emberkv.types import PutStatus, shard_of
+from harness.bare import MS, Bare, all_of, beat, live
+from harness.world import World, key_of, keys_of_shard
 
 
 def deaths(effects: list[fx.Effect]) -> list[fx.Commit]:
@@ -30,7 +30,9 @@ def member() -> Bare:
     return bare
 
 
-def run(bare: Bare, duration_ms: int, step_ms: int = 50, status: CommitStatus = CommitStatus.COMMITTED) -> list[fx.Effect]:
+def run(
+    bare: Bare, duration_ms: int, step_ms: int = 50, status: CommitStatus = CommitStatus.COMMITTED
+) -> list[fx.Effect]:
     """Ticks; every renewal ends as told, other commits are only collected."""
     effects = []
     for _ in range(duration_ms // step_ms):

@@ -1,13 +1,12 @@
 """Reads: near copy, replicas, a miss with its reason."""
 
-from harness.bare import MS, Bare, all_of, only
-from harness.world import World, key_of
-
 from emberkv.core import effects as fx
 from emberkv.core import events as ev
 from emberkv.core.get import BREAKER_FAILURES
 from emberkv.messages import BlockInfo
 from emberkv.types import NO_VERSION, MissReason, Version, checksum, shard_of
+from harness.bare import MS, Bare, all_of, only
+from harness.world import World, key_of
 
 K1, K2 = key_of(1), key_of(2)
 

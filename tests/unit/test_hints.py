@@ -1,13 +1,12 @@
 """Hinted handoff."""
 
-from harness.bare import MS, Bare, all_of, only
-from harness.world import World, key_of, keys_of_shard
-
 from emberkv.core import effects as fx
 from emberkv.core import events as ev
 from emberkv.core.hints import REJECTIONS_MAX
 from emberkv.messages import PutFlag, PutReply, PutRequest
 from emberkv.types import NO_VERSION, PutOutcome, PutStatus, RefuseReason, Version, checksum, shard_of
+from harness.bare import MS, Bare, all_of, only
+from harness.world import World, key_of, keys_of_shard
 
 K1, K2 = key_of(1), key_of(2)
 STORED = PutOutcome(PutStatus.STORED, Version(5, 1), 1)

@@ -1,11 +1,10 @@
 """The right to act: membership and the lease."""
 
-from harness.bare import MS, TTL, Bare, beat, beats, live, only
-
 from emberkv.core import effects as fx
 from emberkv.core.lease import Phase
 from emberkv.ports import CommitStatus
 from emberkv.types import EPOCH_GENERATION_SHIFT, checksum
+from harness.bare import MS, TTL, Bare, beat, beats, live, only
 
 FULL_RIGHT = TTL - 60 * MS
 

@@ -1,13 +1,12 @@
 """Accepting, stamping and acknowledging."""
 
-from harness.bare import MS, Bare, all_of, only
-from harness.world import World, key_of
-
 from emberkv.core import effects as fx
 from emberkv.core import events as ev
 from emberkv.messages import PutReply, ReplicaStatus, Replicate, ReplicateReply
 from emberkv.ports import CommitStatus
 from emberkv.types import NO_VERSION, PutOutcome, PutStatus, RefuseReason, Version, checksum, shard_of
+from harness.bare import MS, Bare, all_of, only
+from harness.world import World, key_of
 
 K1, K2 = key_of(1), key_of(2)
 STORED, UNKNOWN = PutStatus.STORED, PutStatus.UNKNOWN

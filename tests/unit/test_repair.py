@@ -1,13 +1,12 @@
 """Catching up."""
 
-from harness.bare import TTL, Bare, all_of, live, only
-from harness.world import World, key_of, keys_of_shard
-
 from emberkv.core import effects as fx
 from emberkv.core import events as ev
 from emberkv.core.repair import LANES_PER_PEER_MAX
 from emberkv.messages import Offer, OfferHead, OfferReply, PutRequest, ReplicaStatus, Replicate, ReplicateReply
 from emberkv.types import MissReason, PutStatus, Version, checksum, shard_of
+from harness.bare import TTL, Bare, all_of, live, only
+from harness.world import World, key_of, keys_of_shard
 
 SHARD = 3
 KEYS = keys_of_shard(SHARD, 5)

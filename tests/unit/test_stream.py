@@ -1,14 +1,13 @@
 """Replication: sending, the gate, merging in."""
 
-from harness.bare import TTL, Bare, all_of, only
-from harness.world import World, key_of
-
 from emberkv.core import effects as fx
 from emberkv.core import events as ev
 from emberkv.core.hints import REJECTIONS_MAX
 from emberkv.core.stream import BACKLOG_ITEMS_MAX
 from emberkv.messages import ReplicaItem, ReplicaStatus, Replicate, ReplicateReply
 from emberkv.types import EntryState, MissReason, Version, checksum, shard_of
+from harness.bare import TTL, Bare, all_of, only
+from harness.world import World, key_of
 
 K1, K2 = key_of(1), key_of(2)
 S = ReplicaStatus

@@ -1,10 +1,9 @@
 """Decoded records and what follows from them."""
 
-from harness.bare import beat, live
-
 from emberkv.core.view import ClusterView, encode_record, owner_key
 from emberkv.messages import ShardOwner
 from emberkv.ports import Record
+from harness.bare import beat, live
 
 
 def view_of(*records: tuple[str, bytes, int]) -> ClusterView:
@@ -54,7 +53,9 @@ def test_a_full_listing_deletes_what_is_not_in_it():
 
 
 def test_undecodable_and_foreign_records_stop_nothing():
-    view = view_of(("live/b", b"\xff", 1), ("own/999", own("b", 1, 1), 1), ("own/x", b"", 1), ("live/c", live("c", 1), 2))
+    view = view_of(
+        ("live/b", b"\xff", 1), ("own/999", own("b", 1, 1), 1), ("own/x", b"", 1), ("live/c", live("c", 1), 2)
+    )
     assert sorted(view.undecodable) == ["live/b", "own/999", "own/x"]
     assert view.live_nodes() == ["c"]
     apply(view, deleted=["own/x", "own/999", "other/1"])

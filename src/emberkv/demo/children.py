@@ -37,7 +37,10 @@ class ChildFailed(EmberError):
 class Child:
     """One child process: `ask` for a call, or `send` and `receive` to do something else meanwhile."""
 
-    def __init__(self, name: str, module: str, arguments: list[str], log_dir: Path) -> None:
+    def __init__(
+        self, name: str, module: str, arguments: list[str], log_dir: Path, environment: Mapping[str, str] | None = None
+    ) -> None:
+        """`environment`: variables set beside those of this process."""
         self.name = name
         self._log_path = log_dir / f"{name.replace(' ', '-')}.log"
         with self._log_path.open("ab") as log:
@@ -46,6 +49,7 @@ class Child:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
+                env={**os.environ, **(environment or {})},
                 start_new_session=True,
             )
         self.pid = self._process.pid

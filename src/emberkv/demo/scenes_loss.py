@@ -17,7 +17,8 @@ from emberkv.demo.children import Child
 from emberkv.demo.report import SceneFigures
 from emberkv.demo.stage import ANSWER_S, ENGINE_START_S, NEAR_A, NEAR_B, NEW_TOKENS, OTHER, Stage
 from emberkv.demo.texts import BLOCK_TOKENS, PREFIX_TOKENS
-from emberkv.messages import MapReply
+from emberkv.errors import Unavailable
+from emberkv.messages import ShardOwner
 
 TITLE_B: Final = "The node that holds the blocks is killed (SIGKILL)"
 TITLE_C: Final = "A fresh engine B continues every session from the surviving replicas"
@@ -38,21 +39,25 @@ def kill(stage: Stage) -> None:
     started = time.perf_counter()
     screen, figures = stage.screen, stage.report.failover
     screen.scene("b", TITLE_B)
-    cluster_map = _map(stage)
-    lost = [shard for shard, owner in enumerate(cluster_map.owners) if owner and owner.primary == NEAR_A]
-    kept = [shard for shard, owner in enumerate(cluster_map.owners) if owner and owner.primary != NEAR_A]
-    probed, controls = outage.spread(lost, PROBED_MAX), outage.spread(kept, CONTROLS)
-    before = {shard: owner.epoch for shard in probed if (owner := cluster_map.owners[shard])}
+    held = probe.held(stage.endpoint(NEAR_A), stage.all_keys())
+    with Client([stage.endpoint(OTHER)], staging_bytes=writer.STAGING_BYTES) as client:
+        owners = _owners(client)
+        lost = [shard for shard, owner in owners.items() if owner.primary == NEAR_A]
+        kept = [shard for shard, owner in owners.items() if owner.primary != NEAR_A]
+        probed, controls = outage.spread(lost, PROBED_MAX), outage.spread(kept, CONTROLS)
+        screen.say(f"{NEAR_A} holds {sum(held)} of {len(held)} blocks and is primary of {len(lost)} of 256 shards")
+        child = stage.start_writer(OTHER)
+        child.receive(ENGINE_START_S)
+        child.ask("start", groups={LOST: probed, KEPT: controls})
+        with screen.step(f"write 4 KiB session blocks to {len(probed)} of its shards every {writer.TICK_MS} ms"):
+            stage.wait("every probed shard acknowledges", lambda: len(_acks(child, LOST, 0)) == len(probed), 20.0)
+            time.sleep(BASELINE_S)
+        # Looked at once more: a shard that moved by itself would make the outage look short.
+        owners = _owners(client)
+    if any(owners[shard].primary != NEAR_A for shard in probed):
+        raise Unavailable(f"{NEAR_A} lost its shards before it was killed: this machine is too busy to measure an outage")
     figures.shards_lost, figures.shards_probed = len(lost), len(probed)
     figures.probe_interval_ms, figures.put_deadline_ms = writer.TICK_MS, writer.DEADLINE_MS
-    held = probe.held(stage.endpoint(NEAR_A), stage.all_keys())
-    screen.say(f"{NEAR_A} holds {sum(held)} of {len(held)} blocks and is primary of {len(lost)} of 256 shards")
-    child = stage.start_writer(OTHER)
-    child.receive(ENGINE_START_S)
-    child.ask("start", groups={LOST: probed, KEPT: controls})
-    with screen.step(f"write 4 KiB session blocks to {len(probed)} of its shards every {writer.TICK_MS} ms"):
-        stage.wait("every probed shard acknowledges", lambda: len(_acks(child, LOST, 0)) == len(probed), 20.0)
-        time.sleep(BASELINE_S)
     pid = stage.node_pid(NEAR_A)
     with screen.step(f"SIGKILL {NEAR_A} (process {pid}) and wait until every probed shard acknowledges again"):
         killed_ns = time.monotonic_ns()
@@ -68,7 +73,7 @@ def kill(stage: Stage) -> None:
     per_shard = outage.outage_of_shards(probed, acks, killed_ns)
     figures.measured_s = outage.longest(per_shard)
     figures.shards = {str(shard): value for shard, value in per_shard.items()}
-    figures.epochs_rose = bool(acks) and all(epoch > before[shard] for shard, _, epoch in acks)
+    figures.epochs_rose = bool(acks) and all(epoch > owners[shard].epoch for shard, _, epoch in acks)
     figures.skipped_turns = record["skipped"]
     figures.timeline = [tuple(b) for b in outage.timeline(record["batches"], LOST, killed_ns, TIMELINE_BIN_S)]
     figures.timeline_others = [tuple(b) for b in outage.timeline(record["batches"], KEPT, killed_ns, TIMELINE_BIN_S)]
@@ -146,6 +151,7 @@ def _acks(child: Child, group: str, since_ns: int) -> list[list[int]]:
     return acks
 
 
-def _map(stage: Stage) -> MapReply:
-    with Client([stage.endpoint(OTHER)], staging_bytes=writer.STAGING_BYTES) as client:
-        return client.cluster_map(deadline_ms=2_000)
+def _owners(client: Client) -> dict[int, ShardOwner]:
+    """Shard -> who owns it now; vacant shards are left out."""
+    owners = client.cluster_map(deadline_ms=2_000).owners
+    return {shard: owner for shard, owner in enumerate(owners) if owner is not None}

@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,6 +31,9 @@ OTHER: Final = "n3"
 ARENA_BYTES: Final = 1 << 30
 """Holds every block of every session twice over; a load of 32 blocks (94 MB) fits one connection's pins (an eighth)."""
 THREADS: Final = 2
+ENGINE_ENVIRONMENT: Final = {"OMP_WAIT_POLICY": "PASSIVE"}
+"""Torch's threads sleep while they wait for each other. The nodes share these cores; spinning threads take from them, and a
+forward beside any other work then takes several times as long (measured). All engines alike."""
 NEW_TOKENS: Final = 24
 ENGINE_START_S: Final = 120.0
 """The first start of all converts the model."""
@@ -61,14 +64,17 @@ class Stage:
     def start_engine(self, name: str) -> Child:
         """Starts an engine process; its first answer is still to be received."""
         arguments = ["--model-cache", str(model_cache()), "--threads", str(THREADS)]
-        return self._start(name, "emberkv.demo.engine", [*arguments, "--sessions", str(self.session_count)])
+        arguments += ["--sessions", str(self.session_count)]
+        return self._start(name, "emberkv.demo.engine", arguments, ENGINE_ENVIRONMENT)
 
     def start_writer(self, node: str) -> Child:
         """Starts the writer process, connected to one node."""
         return self._start("writer", "emberkv.demo.writer", [self.endpoint(node)])
 
-    def _start(self, name: str, module: str, arguments: list[str]) -> Child:
-        child = Child(name, module, arguments, self.directory)
+    def _start(
+        self, name: str, module: str, arguments: list[str], environment: Mapping[str, str] | None = None
+    ) -> Child:
+        child = Child(name, module, arguments, self.directory, environment)
         self.children.append(child)
         self._pids.add(child.pid)
         return child

@@ -21,6 +21,7 @@ from collections.abc import Callable
 
 from emberkv.errors import ConfigError, EmberError
 from emberkv.messages import ErrorFrame
+from emberkv.net.link import LinkClosed
 from emberkv.net.local_link import DESCRIPTORS_MAX, PATH_BYTES_MAX, LocalLink, check_path, close_fds, connect_local
 
 __all__ = [
@@ -107,6 +108,8 @@ class LocalListener:
     def _serve(self, link: LocalLink) -> None:
         try:
             self._handler(link)
+        except LinkClosed:
+            pass  # the usual end
         except (EmberError, OSError) as error:
             log.warning("local connection closed: %s", error)
         finally:

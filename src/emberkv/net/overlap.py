@@ -44,7 +44,7 @@ def recv_checked(
         since_ns = now_ns()
         while first < len(buffers):
             last, size = first, 0
-            while last < len(buffers) and (last == first or size + buffers[last].nbytes <= segment_bytes):
+            while last < len(buffers) and size < segment_bytes:
                 size += buffers[last].nbytes
                 last += 1
             count = link.recv_payload(buffers[first:last], deadline_ns)

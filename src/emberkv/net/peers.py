@@ -89,15 +89,20 @@ class _Stream:
     def push(self, item: _Item) -> bool:
         """Queues an item; False when there is no link or no room."""
         with self._wake:
-            if not self._up or len(self._outbox) >= OUTBOX_ITEMS_MAX:
+            if not self._up:
                 return False
             # One message may be larger than the bound by itself; it then waits alone.
-            if self._outbox and self._bytes + item.payload_bytes > OUTBOX_BYTES_MAX:
-                return False
-            self._outbox.append(item)
-            self._bytes += item.payload_bytes
-            self._wake.notify()
-            return True
+            crowded = self._outbox and self._bytes + item.payload_bytes > OUTBOX_BYTES_MAX
+            if not crowded and len(self._outbox) < OUTBOX_ITEMS_MAX:
+                self._outbox.append(item)
+                self._bytes += item.payload_bytes
+                self._wake.notify()
+                return True
+            link = self._link
+        # A gap in an in-order stream is a loss: the link goes down, and what was missed is compared when it is up again.
+        if link is not None:
+            self._lost(link, "its queue is full")
+        return False
 
     def stop(self) -> None:
         """Asks the threads to end; does not wait."""

@@ -28,7 +28,7 @@ from emberkv.core.effects import Commit
 from emberkv.core.lease import Phase
 from emberkv.core.replica import Replica
 from emberkv.core.state import Settings
-from emberkv.errors import InvariantViolation, NameInUse, Unavailable
+from emberkv.errors import ConfigError, CoordinatorError, InvariantViolation, NameInUse, Unavailable
 from emberkv.messages import Message, NodeAddress, Role
 from emberkv.net.local import LocalListener
 from emberkv.net.peers import PeerStreams
@@ -43,12 +43,15 @@ from emberkv.node.runtime import Runtime
 from emberkv.node.serve import Server, handle_stream_answer
 from emberkv.node.status import document
 from emberkv.node.timers import Ticker
+from emberkv.ports import Compare, Write
 from emberkv.storage.dram import DramTier
 
 log = logging.getLogger("emberkv.node")
 
 SWITCH_INTERVAL_S = 0.0002
 """A thread that wants the interpreter gets it after this long: the heartbeat must not wait behind 64 readers."""
+CONFIG_KEY = "config/digest"
+CONFIG_DEADLINE_MS = 2000
 CONNECTION_THREADS = ("tcp ", "local ")
 """Names of threads that serve one stranger each; all other threads are vital."""
 TICKS_PER_TTL = 60
@@ -130,6 +133,24 @@ def core_settings(
     )
 
 
+def agree_on_config(coordinator: SqliteCoordinator, cluster: ClusterConfig) -> None:
+    """The first node writes the digest of what all must agree on; a node that differs is refused, not merged."""
+    mine = cluster.digest().encode()
+    for _ in range(3):
+        record = coordinator.get(CONFIG_KEY, deadline_ms=CONFIG_DEADLINE_MS)
+        if record is None:
+            write = Write(CONFIG_KEY, mine)
+            coordinator.commit([Compare(CONFIG_KEY, 0)], [write], deadline_ms=CONFIG_DEADLINE_MS)
+        elif record.value == mine:
+            return
+        else:
+            raise ConfigError(
+                "the [cluster] table differs from that of the nodes that started before: make them equal; to change "
+                f"it, stop all nodes, remove {cluster.control_path} and start them again"
+            )
+    raise CoordinatorError("the coordinator does not keep the cluster's configuration record; try again")
+
+
 class Node:
     """A running node. `stopped` is set when it has to end (signal, or its name was taken)."""
 
@@ -153,6 +174,7 @@ class Node:
         self._on_close("lock", directory.close)
         coordinator = SqliteCoordinator.open(cluster.control_path, cluster.data_path, cluster.cluster_id)
         self._on_close("coordinator", coordinator.close)
+        agree_on_config(coordinator, cluster)
         incarnation = os.urandom(16)
         tier = DramTier(config.arena_bytes)
         self._on_close("arena", tier.close)

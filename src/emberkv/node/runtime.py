@@ -10,6 +10,7 @@ Limits: a step is bounded by 128 keys; what waits for an answer is bounded by th
 from __future__ import annotations
 
 import itertools
+import queue
 import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -51,6 +52,9 @@ class Committer(Protocol):
         ...
 
 
+READ_LOST_S = 10.0
+"""A read whose end is nowhere to be seen for so long is a bug; its thread then says so instead of hanging."""
+
 Reply = Callable[[fx.Effect], None]
 """Called once, by any thread, with the effect that ends an operation."""
 
@@ -76,14 +80,12 @@ class Runtime:
         self.committer = committer
         self.note = note
         self.lock = threading.Lock()
+        self.now_ns: Callable[[], int] = clock.now_ns
+        """CLOCK_BOOTTIME, as events carry it."""
         self._ops = itertools.count()
         self._waiting: dict[int, Reply] = {}
 
     # -- stepping ------------------------------------------------------------------------------------------------
-
-    def now_ns(self) -> int:
-        """CLOCK_BOOTTIME, as events carry it."""
-        return self.clock.now_ns()
 
     def op(self) -> int:
         """A number for an operation: 1 to 2**31 - 1, for 0 means nobody and above it the core's own numbers begin."""
@@ -93,8 +95,11 @@ class Runtime:
         """One decision; messages to peers are queued at once, the other effects are the caller's to perform."""
         with self.lock:
             effects = self.core.step(event)
-            failed = [effect for effect in effects if type(effect) is fx.Send and not self._send(effect)]
-            rest = [effect for effect in effects if type(effect) is not fx.Send]
+            sends = [effect for effect in effects if type(effect) is fx.Send]
+            if not sends:
+                return effects
+            failed = [send for send in sends if not self._send(send)]
+        rest = [effect for effect in effects if type(effect) is not fx.Send]
         for send in failed:
             # Not queued: as if the connection had been lost, which is what the core must learn.
             self.unref(send.slots)
@@ -155,12 +160,16 @@ class Runtime:
     ) -> tuple[list[BlockInfo], list[Slot | None]]:
         """Infos and slots of up to 128 internal keys; each returned slot carries a reference that the caller owns."""
         op = self.op()
+        # The core may end an overdue read in another thread's step, so the end is waited for like a put's.
+        ended: queue.SimpleQueue[fx.Effect] = queue.SimpleQueue()
+        self._waiting[op] = ended.put
         effects = self.step(ev.Get(self.now_ns(), op, keys, deadline_ns, session, local_only, verify))
         while True:
             fetches: list[fx.Fetch] = []
             following: list[fx.Effect] = []
             for effect in effects:
                 if isinstance(effect, fx.GetDone) and effect.op == op:
+                    del self._waiting[op]
                     return effect.infos, effect.slots
                 if isinstance(effect, fx.Verify):
                     following += self.step(ev.Verified(self.now_ns(), op, self._bad_copies(effect)))
@@ -170,6 +179,10 @@ class Runtime:
                     self.perform([effect])
             if fetches:
                 following += self._fetch_all(fetches)
+            if not following:
+                done = ended.get(timeout=READ_LOST_S)
+                assert isinstance(done, fx.GetDone)
+                return done.infos, done.slots
             effects = following
 
     def _bad_copies(self, verify: fx.Verify) -> list[int]:

@@ -57,6 +57,11 @@ from emberkv.wire.codec import Header
 log = logging.getLogger(__name__)
 
 NO_SCOPE = b""
+# Plain numbers: an operation on an IntFlag makes a new member in Python, 1 us each.
+LOCAL_ONLY = int(GetFlag.LOCAL_ONLY)
+PIN = int(GetFlag.PIN)
+FRESH = int(PutFlag.FRESH)
+FORWARD = int(PutFlag.FORWARD)
 OPEN_WAIT_S = 2.0
 SEND_TIMEOUT_MS = 2000
 """A client that takes no answer for this long loses its connection, not the node a thread."""
@@ -148,14 +153,14 @@ class Server:
             [scope + key for key in message.keys],
             self.runtime.now_ns() + message.deadline_ms * 1_000_000,
             session=message.level == Level.SESSION,
-            local_only=local_only or bool(message.flags & GetFlag.LOCAL_ONLY),
+            local_only=local_only or bool(message.flags & LOCAL_ONLY),
             verify=verify,
         )
 
     def _put_tcp(self, link: TcpLink, request: int, message: PutRequest, hello: Hello, scope: bytes) -> None:
         forwarded = hello.role == Role.STREAM
         if forwarded:
-            if len(message.scope) != SCOPE_BYTES or not message.flags & PutFlag.FORWARD:
+            if len(message.scope) != SCOPE_BYTES or not message.flags & FORWARD:
                 raise ProtocolError("a put on a stream connection must be a forward and carry its scope")
             scope = message.scope
         self.runtime.put(
@@ -166,7 +171,7 @@ class Server:
             deadline_ns=self.runtime.now_ns() + message.deadline_ms * 1_000_000,
             session=message.level == Level.SESSION,
             strong=message.level == Level.STRONG,
-            fresh=bool(message.flags & PutFlag.FRESH),
+            fresh=bool(message.flags & FRESH),
             min_copies=message.min_copies,
             from_peer=hello.node if forwarded else "",
             delete=message.delete,
@@ -184,7 +189,7 @@ class Server:
         if isinstance(message, ExistsRequest):
             keys = [scope + key for key in message.keys]
             deadline_ns = self.runtime.now_ns() + message.deadline_ms * 1_000_000
-            local_only = bool(message.flags & GetFlag.LOCAL_ONLY)
+            local_only = bool(message.flags & LOCAL_ONLY)
             return ExistsReply(self.runtime.exists(keys, deadline_ns, local_only=local_only))
         if isinstance(message, MapRequest):
             return self.runtime.cluster_map()
@@ -206,8 +211,8 @@ class Server:
             log.warning("local connection refused: %s", answer.text)
             link.send(answer, 0)
             return
-        staging_bytes = min(hello.want_staging_bytes or self.staging_bytes, self.staging_bytes)
-        staging = StagingArea(staging_bytes)
+        staging_bytes = min(hello.want_staging_bytes, self.staging_bytes)
+        staging = StagingArea(staging_bytes) if staging_bytes > 0 else None
         pin_bytes_max = self.tier.total_bytes // 8
         pins = Pins(self.runtime, self.pinned, pin_bytes_max)
         welcome = Welcome(
@@ -224,7 +229,7 @@ class Server:
         pidfd = self.watcher.add(link)
         self.connections += 1
         try:
-            link.send(welcome, 0, [self.tier.fd, staging.fd])
+            link.send(welcome, 0, [self.tier.fd, staging.fd] if staging is not None else [self.tier.fd])
             link.set_recv_timeout_ms(0)
             link.set_send_timeout_ms(SEND_TIMEOUT_MS)
             while True:
@@ -234,8 +239,11 @@ class Server:
         finally:
             self.connections -= 1
             self.watcher.remove(pidfd)
+            # First: a client must see the end of its connection before bytes that it had pinned can change.
+            link.close()
             pins.drop_all()
-            staging.close()
+            if staging is not None:
+                staging.close()
 
     def _answer_local(
         self,
@@ -245,10 +253,10 @@ class Server:
         namespace: Namespace,
         scope: bytes,
         pins: Pins,
-        staging: StagingArea,
+        staging: StagingArea | None,
     ) -> None:
         if isinstance(message, GetRequest):
-            if not message.flags & GetFlag.PIN:
+            if not message.flags & PIN:
                 raise ProtocolError("a get on the local socket must ask for a pin")
             infos, slots = self._read(message, scope, local_only=False, verify=namespace.verify_pin)
             pin, infos = pins.add(infos, slots)
@@ -256,6 +264,8 @@ class Server:
         elif isinstance(message, Unpin):
             pins.drop(message.pins)
         elif isinstance(message, PutRequest):
+            if staging is None and not message.delete:
+                raise ProtocolError("a put on a connection that asked for no staging")
             self.runtime.put(
                 [scope + item.key for item in message.items],
                 message.items,
@@ -264,7 +274,7 @@ class Server:
                 deadline_ns=self.runtime.now_ns() + message.deadline_ms * 1_000_000,
                 session=message.level == Level.SESSION,
                 strong=message.level == Level.STRONG,
-                fresh=bool(message.flags & PutFlag.FRESH),
+                fresh=bool(message.flags & FRESH),
                 min_copies=message.min_copies,
                 delete=message.delete,
             )
