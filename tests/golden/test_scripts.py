@@ -44,7 +44,7 @@ def test_put(golden):
 
 
 def test_get(golden):
-    world, script, primary, backup, outsider = calm()
+    world, script, primary, _, outsider = calm()
     world.put_now(primary, [K1], [b"one"])
     world.run_ms(10)
     script.say("the outsider asks a replica, and keeps a near copy")

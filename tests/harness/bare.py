@@ -102,8 +102,8 @@ class Bare:
         rest = [effect for effect in effects if effect is not fill]
         return rest + self.step(ev.PutFilled(self.now, op, sums))
 
-    def get(self, keys: list[bytes], *, op: int = 900, session: bool = True, verify: bool = False, local_only: bool = False,
-            deadline_ms: int = 300) -> list[fx.Effect]:  # fmt: skip
+    def get(self, keys: list[bytes], *, op: int = 900, session: bool = True, verify: bool = False,
+            local_only: bool = False, deadline_ms: int = 300) -> list[fx.Effect]:  # fmt: skip
         return self.step(ev.Get(self.now, op, keys, self.now + deadline_ms * MS, session, local_only, verify))
 
     def unref(self, slots: list[Slot | None]) -> None:

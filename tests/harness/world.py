@@ -122,7 +122,7 @@ class Node:
             self.step(ev.Unref(self.world.now, kept))
 
     def account(self) -> None:
-        """Each live slot's references are the entry's, the hints', the operations' and the world's: no more, no less."""
+        """Each live slot's references are the entry's, the hints', the operations' and the world's: no more or less."""
         core = self.core
         expected: Counter[int] = Counter()
         for table in core.state.directory.shards:

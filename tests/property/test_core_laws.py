@@ -1,6 +1,7 @@
 """Laws of the pure parts, over all inputs that hypothesis thinks of."""
 
 import math
+from itertools import pairwise
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -51,7 +52,7 @@ def test_applied_vector_holds_exactly_what_was_added(added):
     held = {(e, s) for e, spans in vector.ranges.items() for low, high in spans for s in range(low, high + 1)}
     assert held == set(added)
     for epoch, spans in vector.ranges.items():
-        assert all(left[1] + 1 < right[0] for left, right in zip(spans, spans[1:], strict=False))
+        assert all(left[1] + 1 < right[0] for left, right in pairwise(spans))
         missing = {s for low, high in vector.holes(epoch) for s in range(low, high + 1)}
         assert missing == set(range(1, spans[-1][1])) - {s for e, s in added if e == epoch}
 

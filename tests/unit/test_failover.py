@@ -164,7 +164,7 @@ def test_replica_that_left_and_came_back_is_compared_again():
 def test_death_notice_keeps_the_address():
     bare = member()
     (commit,) = deaths(run(bare, 700))
-    dead = [w.value for w in commit.writes][0]
+    (dead,) = [w.value for w in commit.writes]
     assert dead == encode_record(
         LiveRecord(2, bare.core.state.view.live["b"].incarnation, bare.core.state.view.live["b"].address, dead=True)
     )

@@ -9,6 +9,7 @@ from harness.bare import MS, Bare, all_of, only
 from harness.world import World, key_of
 
 K1, K2 = key_of(1), key_of(2)
+FIRST = Version(5, 1)
 
 
 def replica(*, replicas: tuple[str, ...] = ("b", "c"), former: tuple[str, ...] = ()) -> Bare:
@@ -27,7 +28,7 @@ def reasons(effects: list[fx.Effect]) -> list[int]:
     return [info.reason for info in done(effects).infos]
 
 
-def fetched(bare: Bare, fetch: fx.Fetch, *answers: bytes | MissReason, version: Version = Version(5, 1),
+def fetched(bare: Bare, fetch: fx.Fetch, *answers: bytes | MissReason, version: Version = FIRST,
             elapsed_ms: float = 1) -> list[fx.Effect]:  # fmt: skip
     infos, slots = [], []
     for answer in answers:

@@ -69,6 +69,19 @@ def test_fenced_hint_is_kept_and_tried_once_a_tick_however_often():
     assert bare.core.put.hints.count() == bare.core.put.hints.bytes == 0
 
 
+def test_fenced_put_was_not_stored_so_it_stays_fresh_while_its_client_waits():
+    bare = accepting()
+    (send,) = forwards(bare.put([K1], [b"one"], deadline_ms=60_000))
+    reply(bare, send, FENCED)
+    (send,) = forwards(bare.tick(500))
+    assert flags(send) & PutFlag.FRESH
+    bare.step(ev.PeerDown(bare.now, "b"))
+    (send,) = forwards(bare.up("b"))
+    reply(bare, send, FENCED)
+    (send,) = forwards(bare.tick(25))
+    assert flags(send) & PutFlag.HINT  # one send before this one is unaccounted for
+
+
 def test_bytes_that_never_match_their_checksum_are_given_up():
     bare = accepting()
     (send,) = forwards(bare.put([K1], [b"one"], session=False))

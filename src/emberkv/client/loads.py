@@ -17,7 +17,7 @@ from emberkv.checksum import checksum_held
 from emberkv.client.asking import SlowAnswer, await_reply, node_deadline_ms, passed
 from emberkv.client.connection import Connection
 from emberkv.client.pool import LOAD, Node, Pool
-from emberkv.client.routing import ANY_NODE, Endpoint, group_gets, split_batches
+from emberkv.client.routing import Endpoint, group_gets, split_batches
 from emberkv.client.sinks import Pick, Sink
 from emberkv.errors import EmberError, ProtocolError
 from emberkv.messages import BlockInfo, GetFlag, GetReply, GetRequest, Unpin
@@ -182,16 +182,9 @@ class Load:
 
     def _far(self, nodes: list[Node], indices: list[int]) -> list[int]:
         """Loads over TCP; returns the indices to ask elsewhere."""
-        by_name = {node.name: node for node in reversed(nodes) if node.name and not node.endpoint.local}
-        # With one node to ask there is nothing to choose, and no key to hash for it.
-        groups = group_gets(self.keys, indices, self.pool.cluster, by_name) if len(by_name) > 1 else {ANY_NODE: indices}
         asked: list[tuple[Node, Connection, list[tuple[int, list[int]]]]] = []
         again: list[int] = []
-        # In one order for all callers, so that two of them never wait for each other's connections.
-        for node, members in sorted(
-            ((by_name.get(name, nodes[0]), members) for name, members in groups.items()),
-            key=lambda item: item[0].endpoint,
-        ):
+        for node, members in self._choose(nodes, indices):
             connection = self._lend(node)
             if connection is None:
                 again += members
@@ -211,7 +204,18 @@ class Load:
             asked.append((node, connection, sent))
         for node, connection, sent in asked:
             again += self._far_answers(node, connection, sent)
-        return sorted(again)
+        again.sort()
+        return again
+
+    def _choose(self, nodes: list[Node], indices: list[int]) -> list[tuple[Node, list[int]]]:
+        """Whom to ask for what, in one order for all callers, so that no two wait for each other's connections."""
+        if len(nodes) == 1:  # nothing to choose, and no key to hash for it
+            return [(nodes[0], indices)]
+        by_name = {node.name: node for node in reversed(nodes) if node.name and not node.endpoint.local}
+        groups = group_gets(self.keys, indices, self.pool.cluster, by_name)
+        chosen = [(by_name.get(name, nodes[0]), members) for name, members in groups.items()]
+        chosen.sort(key=lambda item: item[0].endpoint)
+        return chosen
 
     def _far_answers(self, node: Node, connection: Connection, sent: list[tuple[int, list[int]]]) -> list[int]:
         again: list[int] = []

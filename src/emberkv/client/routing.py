@@ -129,6 +129,8 @@ def _group(
 
 def split_batches(indices: Sequence[int], most: int = BATCH_KEYS_MAX) -> list[list[int]]:
     """Indices cut into pieces that one request may carry."""
+    if len(indices) <= most:
+        return [list(indices)] if indices else []
     return [list(indices[start : start + most]) for start in range(0, len(indices), most)]
 
 

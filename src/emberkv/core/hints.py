@@ -5,7 +5,7 @@ In health a hint is sent at once; in a partition it waits. So degraded mode is n
             sent fresh            answered
     QUEUED -----------> IN FLIGHT --------> settled (COMMITTED here as a near copy, or dropped)
        ^                    |
-       +--------------------+  connection lost, fenced, overdue: never fresh again
+       +--------------------+  connection lost, overdue: never fresh again; fenced: not stored, so it still may be
 
 Laws: bounded in count and bytes, the oldest dropped and counted; a later put or delete of the same key through this
 node replaces its queued hint; a replayed hint may only fill, so it cannot rewrite history.
@@ -61,6 +61,7 @@ class Forward(msgspec.Struct, gc=False):
     peer: str
     hints: list[Hint]
     sent_ns: int
+    fresh: bool
 
 
 class Hints:
@@ -198,7 +199,8 @@ class Hints:
 
     def _send(self, primary: str, hints: list[Hint]) -> None:
         head = hints[0]
-        flags = PutFlag.FORWARD | (PutFlag.FRESH if self.is_fresh(head) else PutFlag.HINT)
+        fresh = self.is_fresh(head)
+        flags = PutFlag.FORWARD | (PutFlag.FRESH if fresh else PutFlag.HINT)
         slots: list[Slot] = [hint.entry.slot for hint in hints if hint.entry.slot is not None]
         request = PutRequest(
             [hint.item for hint in hints],
@@ -213,7 +215,7 @@ class Hints:
             self._dequeue(hint)
             hint.fresh = False
         number = self.state.send(primary, request, slots)
-        self.forwards[number] = Forward(primary, hints, self.state.now_ns)
+        self.forwards[number] = Forward(primary, hints, self.state.now_ns, fresh)
         self._per_peer[primary] = self._per_peer.get(primary, 0) + 1
 
     def on_answer(self, peer: str, request: int, reply: PutReply) -> None:
@@ -231,6 +233,8 @@ class Hints:
                 continue
             # A lapsed lease mends itself, however long it takes; bytes that do not match their checksum do not.
             hint.rejections += outcome.reason is RefuseReason.CHECKSUM
+            # Refused means certainly not stored, so the next send is a first one again.
+            hint.fresh = forward.fresh
             if hint.rejections < REJECTIONS_MAX:
                 bounced.append(hint)
             else:

@@ -22,9 +22,7 @@ class Bin(NamedTuple):
     acked: int
 
 
-def outage_of_shards(
-    shards: Sequence[int], acks: Iterable[Sequence[int]], killed_ns: int
-) -> dict[int, float | None]:
+def outage_of_shards(shards: Sequence[int], acks: Iterable[Sequence[int]], killed_ns: int) -> dict[int, float | None]:
     """Seconds per shard; `acks` are [shard, ack_ns, epoch] of puts that began after the death."""
     first = {shard: ack_ns for shard, ack_ns, _ in acks}
     return {shard: (first[shard] - killed_ns) / NS if shard in first else None for shard in shards}

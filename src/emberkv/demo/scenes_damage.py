@@ -99,7 +99,9 @@ def freeze(stage: Stage, engine_b: Child, engine_r: Child) -> None:
             break
         screen.say(f"{loaded} tokens had arrived when the node froze, which shows nothing: once more")
     answer = frozen.answer
-    same = stage.compare("e", frozen.session, answer, stage.reference(engine_r, frozen.session, loaded)).tokens_identical
+    same = stage.compare(
+        "e", frozen.session, answer, stage.reference(engine_r, frozen.session, loaded)
+    ).tokens_identical
     in_time = answer["fetch_s"] <= FREEZE_DEADLINE_MS / 1000 + DEADLINE_SLACK_S
     screen.say(
         f"the load ended after {answer['fetch_s']:.2f} s (deadline {FREEZE_DEADLINE_MS / 1000:.1f} s) with {loaded} of "
@@ -164,7 +166,9 @@ def _frozen_load(stage: Stage, engine_b: Child) -> Frozen:
                 break
         stage.cluster.kill(OTHER, signal.SIGSTOP)
         frozen_after_s = time.perf_counter() - begun
-        stage.screen.say(f"SIGSTOP {OTHER} {frozen_after_s * 1000:.0f} ms into the load of {session_name(stage, session)}")
+        stage.screen.say(
+            f"SIGSTOP {OTHER} {frozen_after_s * 1000:.0f} ms into the load of {session_name(stage, session)}"
+        )
         time.sleep(max(0.0, FREEZE_DEADLINE_MS / 1000 + 0.2 - frozen_after_s))
     finally:
         stage.cluster.kill(OTHER, signal.SIGCONT)

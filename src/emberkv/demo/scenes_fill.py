@@ -54,7 +54,9 @@ def play(stage: Stage) -> tuple[Child, Child]:
     stats = engine_a.ask("stats")
     copies = stage.copies(NODES)
     placed = ", ".join(f"{node} holds {copies[node]}" for node in NODES)
-    screen.say(f"{copies['blocks']} blocks stored once each: {placed}; every block has {copies['fewest']} or more copies")
+    screen.say(
+        f"{copies['blocks']} blocks stored once each: {placed}; every block has {copies['fewest']} or more copies"
+    )
     stage.report.placement["filled"] = copies
     whole = all(session.prefix_tokens == PREFIX_TOKENS for session in stage.report.sessions)
     ok = copies["fewest"] >= 2 and not stats["dropped"] and whole

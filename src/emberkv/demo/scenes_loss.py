@@ -55,7 +55,9 @@ def kill(stage: Stage) -> None:
         # Looked at once more: a shard that moved by itself would make the outage look short.
         owners = _owners(client)
     if any(owners[shard].primary != NEAR_A for shard in probed):
-        raise Unavailable(f"{NEAR_A} lost its shards before it was killed: this machine is too busy to measure an outage")
+        raise Unavailable(
+            f"{NEAR_A} lost its shards before it was killed: this machine is too busy to measure an outage"
+        )
     figures.shards_lost, figures.shards_probed = len(lost), len(probed)
     figures.probe_interval_ms, figures.put_deadline_ms = writer.TICK_MS, writer.DEADLINE_MS
     pid = stage.node_pid(NEAR_A)
