@@ -1,6 +1,6 @@
 """Short worlds full of faults, judged by oracles outside the core (harness/storm.py). One seed is one run.
 
-A seed that once failed stays in FOUND with its story; docs/TESTING.md lists them.
+Each bug that a storm or a reading found has its own short test in tests/unit, named for what went wrong.
 """
 
 import random
@@ -8,12 +8,11 @@ import random
 import pytest
 
 from emberkv.core.events import Verified
-from emberkv.core.stream import Stream
+from emberkv.core.repair import Repair
 from emberkv.types import PutStatus, Version, shard_of
 from harness.storm import Storm, run_storm
 from harness.world import World, key_of
 
-FOUND: list[tuple[int, str]] = []
 BATCHES = 20
 SEEDS_PER_BATCH = 4
 
@@ -38,11 +37,6 @@ def test_storms(batch):
         except Exception as error:
             raise AssertionError(f"seed {seed} {options(seed)}: {error}") from error
     assert hits > 20 * SEEDS_PER_BATCH, "a cache that never hits proves nothing"
-
-
-@pytest.mark.parametrize(("seed", "story"), FOUND)
-def test_found_seeds(seed, story):
-    run_storm(seed, **options(seed))
 
 
 def test_calm_world_loses_nothing():
@@ -123,7 +117,7 @@ def verify_nothing(self, effect):
 
 
 MUTATIONS = {
-    "what was in flight when a connection broke is forgotten": (Stream, "on_peer_down", lambda self, peer: None),
+    "what a peer missed is not noted": (Repair, "behind", lambda self, peer, shard: None),
     "the lease never lapses": ("emberkv.core.lease.Lease", "open", lambda self, now_ns: self.phase.value == "member"),
     "a primary starts its numbers anew in the same epoch": (
         "emberkv.core.put.Put", "_next_version", lambda self, shard: Version(self.state.view.primary_epoch[shard], 1),

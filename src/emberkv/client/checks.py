@@ -34,6 +34,8 @@ class PutBlock(NamedTuple):
 def check_keys(keys: Iterable[bytes]) -> list[bytes]:
     """The keys as a list of bytes."""
     checked = list(keys)
+    if set(map(type, checked)) <= {bytes} and set(map(len, checked)) <= {KEY_BYTES}:
+        return checked  # C loops, for a load of 128 keys should not begin with 10 us of this
     for at, key in enumerate(checked):
         if type(key) is not bytes:
             if not isinstance(key, bytes | bytearray | memoryview):

@@ -55,7 +55,7 @@ class Arena:
         self._rows: dict[int, Bytes] = {}
 
     def rows(self, width: int = SLOT_ALIGN) -> Bytes:
-        """The arena as rows of `width` bytes (a divisor of 4096): uint8 [arena_bytes // width, width]."""
+        """The arena as rows of `width` bytes: uint8 [arena_bytes // width, width]. A few widths per block size occur."""
         found = self._rows.get(width)
         if found is None:
             found = self._rows[width] = self.data[: len(self.data) // width * width].reshape(-1, width)

@@ -156,8 +156,8 @@ class Load:
         request_id = connection.send(self._request(indices, GetFlag.PIN), self.deadline_ns)
         reply = await_reply(self.pool, node, connection, GetReply, request_id, self.deadline_ns)
         picks = self._sort(indices, reply.infos)
-        good = picks
-        if self.sink.block_bytes:
+        good, size = picks, self.sink.block_bytes
+        if size and {info.length for _, info in picks} - {size}:
             good = [pick for pick in picks if not self._refused(pick)]
         if good and now_ns() < self.deadline_ns:
             self.gil_returns += self.sink.copy(connection.arena, good, indices)
@@ -234,13 +234,14 @@ class Load:
 
     def _far_batch(self, node: Node, connection: Connection, request_id: int, indices: list[int]) -> list[int]:
         """One answer with its payload; returns the indices whose bytes were bad."""
-        size = get_reply_bytes(len(indices))
-        reply = await_reply(self.pool, node, connection, GetReply, request_id, self.deadline_ns, size)
+        reply_bytes = get_reply_bytes(len(indices))
+        reply = await_reply(self.pool, node, connection, GetReply, request_id, self.deadline_ns, reply_bytes)
         picks = self._sort(indices, reply.infos)
         for index, _ in picks:  # nothing is believed before it was checked
             self.reasons[index] = MissReason.UNREACHABLE
-        refused = [self._refused(pick) for pick in picks] if self.sink.block_bytes else []
-        if any(refused):
+        size = self.sink.block_bytes
+        if size and {info.length for _, info in picks} - {size}:
+            refused = [self._refused(pick) for pick in picks]
             rest = iter(self.sink.place([pick for pick, no in zip(picks, refused, strict=True) if not no]))
             buffers = [
                 memoryview(bytearray(info.length)) if no else next(rest)

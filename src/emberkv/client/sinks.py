@@ -4,7 +4,8 @@ Why it exists: the copy is the largest part of a load and must be one call that 
 whatever the number of blocks (beside a busy Python thread each return to the lock costs up to 5 ms).
 Laws: bytes are written only while the call that owns the sink runs; a slice assignment of a memoryview holds the lock
 and is never used. What a sink holds for a miss is unspecified.
-Limits: blocks of the arena start on 4 KiB pages and are contiguous, so a block is a run of rows of 4096 bytes.
+Limits: blocks of the arena start on 4 KiB pages and are contiguous, so a block is a run of rows of 4096 bytes, or of
+wider ones where its place allows.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from emberkv.types import SLOT_ALIGN, MissReason, round_up
 
 ROW_BYTES_MIN: Final = 64
 """Rows below a cache line make the gather slower than a call per block."""
+UFUNC_HELD_MAX: Final = 500
+"""numpy keeps the interpreter lock for element-wise work up to this many elements."""
 
 Pick = tuple[int, BlockInfo]
 """Index of the key in the call, and what the node said of it (a hit)."""
@@ -47,15 +50,34 @@ class Sink(Protocol):
         ...
 
 
+def row_width(picks: Sequence[Pick], lengths: Sequence[int]) -> int:
+    """Widest rows, in bytes, that all picks (blocks of `lengths` bytes) begin and end on: for blocks of one size in
+    slabs mostly the block itself, so that a gather is a few long copies."""
+    return gcd(*[info.offset for _, info in picks], *lengths)
+
+
 def row_index(arena: Arena, picks: Sequence[Pick], width: int, lengths: Sequence[int]) -> npt.NDArray[np.intp]:
-    """Numbers of the arena rows (of `width` bytes) that hold the picks one after another. Raises ProtocolError."""
-    offsets = np.array([info.offset for _, info in picks], np.int64)
-    counts = np.array(lengths, np.int64) // width
-    if (offsets % SLOT_ALIGN).any() or (offsets + counts * width > len(arena.data)).any():
-        raise ProtocolError("the node named a block outside its arena")
-    ends = counts.cumsum()
-    steps = np.arange(int(ends[-1]), dtype=np.int64)
-    return (steps + np.repeat(offsets // width - (ends - counts), counts)).astype(np.intp, copy=False)
+    """Numbers of the arena rows (of `width` bytes) that hold the picks one after another. Raises ProtocolError.
+
+    In steps of at most UFUNC_HELD_MAX elements, because above that numpy gives the interpreter lock away.
+    """
+    offsets = [info.offset for _, info in picks]
+    size = len(arena.data)
+    for offset, length in zip(offsets, lengths, strict=True):
+        if offset % SLOT_ALIGN or offset + length > size:
+            raise ProtocolError("the node named a block outside its arena")
+    starts = np.array(offsets, np.intp) // width
+    counts = [length // width for length in lengths]
+    if max(counts) == 1:
+        return starts
+    index = np.empty(sum(counts), np.intp)
+    at = 0
+    for start, count in zip(starts.tolist(), counts, strict=True):
+        for first in range(0, count, UFUNC_HELD_MAX):
+            step = min(count - first, UFUNC_HELD_MAX)
+            index[at : at + step] = np.arange(start + first, start + first + step)
+            at += step
+    return index
 
 
 class RowsSink:
@@ -64,7 +86,6 @@ class RowsSink:
     def __init__(self, dest: Bytes) -> None:
         self.dest = dest
         self.block_bytes = int(dest.shape[1])
-        self._width = gcd(self.block_bytes, SLOT_ALIGN)
         self._view = dest.reshape(-1).data
 
     def refuse(self, info: BlockInfo) -> MissReason:
@@ -73,7 +94,7 @@ class RowsSink:
 
     def copy(self, arena: Arena, picks: Sequence[Pick], asked: Sequence[int]) -> int:
         """One gather, if the picks lie dense among what was asked for; else one per run of neighbours."""
-        if self._width < ROW_BYTES_MIN:
+        if gcd(self.block_bytes, SLOT_ALIGN) < ROW_BYTES_MIN:
             return self._copy_each(arena, picks)
         first, last = picks[0][0], picks[-1][0]
         if last - first == len(picks) - 1:
@@ -92,10 +113,12 @@ class RowsSink:
         return calls
 
     def _gather(self, arena: Arena, picks: Sequence[Pick], first: int, count: int) -> int:
-        index = row_index(arena, picks, self._width, [self.block_bytes] * count)
-        out = self.dest[first : first + count].reshape(-1, self._width)
+        lengths = [self.block_bytes] * count
+        width = row_width(picks, lengths)
+        index = row_index(arena, picks, width, lengths)
+        out = self.dest[first : first + count].reshape(-1, width)
         # mode="raise" would buffer the output; the index has been checked.
-        arena.rows(self._width).take(index, axis=0, out=out, mode="clip")
+        arena.rows(width).take(index, axis=0, out=out, mode="clip")
         return 1
 
     def _copy_each(self, arena: Arena, picks: Sequence[Pick]) -> int:
@@ -126,9 +149,10 @@ class NewSink:
         """One gather of whole pages; the views are trimmed to the blocks' lengths."""
         del asked
         padded = [round_up(info.length) for _, info in picks]
-        index = row_index(arena, picks, SLOT_ALIGN, padded)
-        out = np.empty((len(index), SLOT_ALIGN), np.uint8)
-        arena.rows().take(index, axis=0, out=out, mode="clip")
+        width = row_width(picks, padded)
+        index = row_index(arena, picks, width, padded)
+        out = np.empty((len(index), width), np.uint8)
+        arena.rows(width).take(index, axis=0, out=out, mode="clip")
         self._cut(out.reshape(-1).data.toreadonly(), picks, padded)
         return 1
 

@@ -97,8 +97,9 @@ def plan(budget_ms: float, costs: Costs | None = None) -> Budget:
     smallest = smallest_budget_ms(costs)
     if budget_ms < smallest:
         raise ConfigError(
-            f"failover budget {budget_ms / 1000:g}s is infeasible here: the smallest is {math.ceil(smallest) / 1000:g}s "
-            f"(coordinator commit {costs.commit_ms:g} ms, loop lateness {costs.lateness_ms:g} ms, drift {costs.drift:g})"
+            f"failover budget {budget_ms / 1000:g}s is infeasible here: the smallest is "
+            f"{math.ceil(smallest) / 1000:g}s (coordinator commit {costs.commit_ms:g} ms, loop lateness "
+            f"{costs.lateness_ms:g} ms, drift {costs.drift:g})"
         )
     observer = budget_ms - fixed_ms(costs)
     ttl = observer * (1 - costs.drift) / (1 + costs.drift)
