@@ -193,6 +193,9 @@ class PutReply(msgspec.Struct, gc=False):
     """Outcomes in the order of the request's items."""
 
     outcomes: list[PutOutcome]
+    authorities: list[int] = []
+    """Answers to a forward: the shard epoch under which each item was stamped, so that a node which knows of a newer
+    one does not believe an old primary. Empty (all 0 on the wire): no primary speaks here."""
 
 
 class ReplicaItem(msgspec.Struct, gc=False):

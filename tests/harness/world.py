@@ -340,7 +340,7 @@ class World:
                     lambda checks: target.step(ev.PutFilled(self.now, op, checks)),
                 )  # fmt: skip
             elif isinstance(effect, fx.PutDone):
-                answer(PutReply(self.gated(effect)))
+                answer(PutReply(self.gated(effect), effect.authorities))
 
         target.waiting[op] = put
         target.step(

@@ -154,7 +154,7 @@ def test_digest_is_of_the_meaning() -> None:
         ('cluster_id = "c1"', "", "node.toml: [cluster] lacks 'cluster_id'"),
         ('name = "default"', "parts = 1", "node.toml: [cluster.namespaces] lacks 'name'"),
         ('verify = "entry"', "min_copies = 3", "min_copies: 3 copies asked by namespace 'default', but factor is 2"),
-        ('verify = "entry"', "parts = 0", "node.toml:9: parts: 0 is not between 1 and 64"),
+        ('verify = "entry"', "parts = 0", "node.toml:9: parts: namespace 'default' asks for 0, this version serves 1"),
         ("[[cluster.namespaces]]", "[cluster.namespaces]", "namespaces: expected array, got object"),
         ('cluster_id = "c1"', 'cluster_id = "c1', "node.toml:2: not valid TOML"),
         ("[node]", "[node]\nlisten = 'localhost'", "node.toml:13: listen: 'localhost' is not host:port"),

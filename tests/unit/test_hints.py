@@ -203,3 +203,15 @@ def test_hints_survive_a_failover_and_reach_the_new_primary():
     world.run_ms(500)
     assert world.nodes[accepting_node].core.put.hints.count() == 0
     assert world.get_now(owner.replicas[1], [K1])[0][1] == b"kept"
+
+
+def test_an_old_primarys_answer_acknowledges_nothing():
+    """It stamped under an epoch that has ended: the hint goes to the new primary instead."""
+    bare = accepting()
+    (send,) = forwards(bare.put([K1], [b"one"], deadline_ms=60_000))
+    bare.core.state.view.epoch_seen[shard_of(K1)] = 9
+    bare.unref(send.slots)
+    effects = bare.step(ev.PutAnswered(bare.now, "b", send.request, PutReply([STORED], [8])))
+    assert not all_of(effects, fx.PutDone)
+    assert bare.core.put.hints.count() == 1
+    assert bare.core.state.counters["fenced_replies"] == 1

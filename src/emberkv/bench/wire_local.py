@@ -261,4 +261,3 @@ def _gil_returns(client: Client) -> list[Case]:
             calls=names,
         )
     ]
-

@@ -42,9 +42,7 @@ def run(node: BenchNode, scale: Scale, progress: Progress) -> list[Case]:
     return cases
 
 
-def _batches(
-    name: str, node: BenchNode, client: Client, bare: BarePair, blocks: Blocks, scale: Scale
-) -> list[Case]:
+def _batches(name: str, node: BenchNode, client: Client, bare: BarePair, blocks: Blocks, scale: Scale) -> list[Case]:
     count, size = blocks.data.shape
     iperf3_rates: list[float] = []
     # Round by round: iperf3 inherits where we run, so it must start outside of the context.

@@ -82,6 +82,8 @@ class PutDone(Effect):
     op: int
     outcomes: list[PutOutcome]
     gate_ns: int = 0
+    authorities: list[int] = []
+    """Shard epoch under which each item was stamped here; 0 where it was not."""
 
 
 class ReplicaDone(Effect):

@@ -23,6 +23,8 @@ from emberkv.messages import LiveRecord, ShardOwner
 from emberkv.ports import CommitStatus, Compare, Write
 from emberkv.types import EPOCH_GENERATION_SHIFT, SHARDS
 
+FIRST_START_PATIENCE_NS = 10_000_000_000
+"""How long the first start of a cluster waits for a member that it expects: loading Python on a busy machine."""
 GUARD_COMPARES_MAX = 8
 """Own liveness plus the dead primaries named by one batch; with SHARDS_PER_COMMIT this fills one commit."""
 
@@ -150,12 +152,19 @@ class Failover:
             order = takers(view, shard, settings.members)
             if settings.name not in order:
                 continue
-            # At the first start the better ranked may still be on their way; later only a commit round is waited.
-            patience_ns = settings.ttl_ns // 2 if view.owners[shard] is None else 2 * settings.commit_ns
-            if now_ns - since >= order.index(settings.name) * patience_ns:
+            if now_ns - since >= self._patience_ns(shard, order[: order.index(settings.name)]):
                 due.append(shard)
         for start in range(0, len(due), SHARDS_PER_COMMIT):
             self._commit_take(due[start : start + SHARDS_PER_COMMIT])
+
+    def _patience_ns(self, shard: int, better: list[str]) -> int:
+        """How long a vacancy is left to those who rank better. At the first start they may still be on their way, and
+        whoever comes too late stays without shards; later each gets one commit round."""
+        settings, view = self.state.settings, self.state.view
+        if view.owners[shard] is not None:
+            return len(better) * 2 * settings.commit_ns
+        absent = any(not view.is_live(name) for name in better)
+        return len(better) * settings.ttl_ns // 2 + (FIRST_START_PATIENCE_NS if absent else 0)
 
     def _commit_take(self, shards: list[int]) -> None:
         settings, view = self.state.settings, self.state.view

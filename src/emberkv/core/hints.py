@@ -227,7 +227,13 @@ class Hints:
             self._requeue(forward.hints, rest=True)
             return
         bounced: list[Hint] = []
-        for hint, outcome in zip(forward.hints, reply.outcomes, strict=True):
+        authorities = reply.authorities or [0] * len(forward.hints)
+        for hint, outcome, authority in zip(forward.hints, reply.outcomes, authorities, strict=True):
+            if 0 < authority < self.state.view.epoch_seen[hint.entry.shard]:
+                # An old primary speaks: what it stamped may be superseded already, so nothing is acknowledged by it.
+                self.state.counters["fenced_replies"] += 1
+                bounced.append(hint)
+                continue
             if outcome.status is not PutStatus.REFUSED or outcome.reason not in _BOUNCES:
                 self._settle(hint, outcome)
                 continue

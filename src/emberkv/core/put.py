@@ -304,7 +304,8 @@ class Put:
             self.state.counters[_COUNTER[outcome.status]] += 1
         # At least 1: a lease that is lost altogether must not look like no gate.
         gate_ns = max(self.lease.deadline_ns, 1) if op.epochs else 0
-        self.state.out.append(PutDone(op.op, outcomes, gate_ns))
+        authorities = [op.epochs.get(shard_of(key), 0) for key in op.begin.keys] if op.begin.from_peer else []
+        self.state.out.append(PutDone(op.op, outcomes, gate_ns, authorities))
 
     def _withdraw(self, op: PutOp, outcomes: list[PutOutcome]) -> None:
         """A shard has another epoch than when this node stored for it: that store must not be acknowledged."""

@@ -5,7 +5,7 @@ Laws: nothing is faked. Engines and nodes are real processes; every figure comes
     line and ends the demo with a non-zero exit code. No process, socket or directory stays behind.
 Limits: one machine, Linux. `run.main` is the door; the other files are one part each:
 
-    run (the straight line)  scenes_fill, scenes_loss, scenes_damage (what happens)  stage (who is on it)
+    run (the straight line)  scenes_fill, scenes_loss, scenes_damage, scenes_freeze (what happens)  stage (who is on it)
     engine, writer (child processes)  children (talking to them)  texts (what the sessions say)
     probe (looking at one node)  corrupt (flipping a byte)  outage (from acks to an outage)
     report (figures and verdict)  page, plots (HTML)  screen (the terminal)

@@ -20,6 +20,9 @@ from emberkv.net.local_link import close_fds, connect_local
 from emberkv.types import BATCH_KEYS_MAX, MissReason, checksum
 
 TIMEOUT_MS: Final = 2_000
+SAMPLE_BYTES: Final = 64 << 10
+SAMPLE_WIDTH: Final = 16
+"""A sample is this wide: that all of it is zero in a block's tensors by chance does not happen."""
 
 
 class Placed(NamedTuple):
@@ -90,6 +93,37 @@ def placed(endpoint: str, key: bytes) -> Placed | None:
     finally:
         close_fds([fd for fd in (arena_fd, staging_fd) if fd >= 0])
         link.close()  # the pin ends with the connection
+
+
+class Arrivals:
+    """Watches bytes arrive in the memory of a node that has just started, so that its arena was all zero.
+
+    The arena is mapped read-only, as any client may; one sample per SAMPLE_BYTES tells how much of it was written. A
+    context manager.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        self._link, welcome, arena_fd, staging_fd = connect_local(_path(endpoint), hello(), TIMEOUT_MS)
+        try:
+            self._map = mmap.mmap(arena_fd, welcome.arena_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
+        finally:
+            close_fds([fd for fd in (arena_fd, staging_fd) if fd >= 0])
+        rows = np.frombuffer(self._map, np.uint8)
+        self._samples = rows[: len(rows) // SAMPLE_BYTES * SAMPLE_BYTES].reshape(-1, SAMPLE_BYTES)[:, :SAMPLE_WIDTH]
+        self._base_bytes = 0
+        self._base_bytes = self.count_bytes()
+
+    def count_bytes(self) -> int:
+        """Bytes written since this watcher was made, to the next SAMPLE_BYTES."""
+        return int(self._samples.any(axis=1).sum()) * SAMPLE_BYTES - self._base_bytes
+
+    def __enter__(self) -> Arrivals:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del self._samples
+        self._map.close()
+        self._link.close()
 
 
 def _path(endpoint: str) -> str:

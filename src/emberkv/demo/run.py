@@ -20,7 +20,7 @@ from typing import Final
 
 from rich.console import Console
 
-from emberkv.demo import page, report, scenes_damage, scenes_fill, scenes_loss
+from emberkv.demo import page, report, scenes_damage, scenes_fill, scenes_freeze, scenes_loss
 from emberkv.demo.screen import Screen
 from emberkv.demo.stage import Stage
 from emberkv.demo.texts import SESSIONS_MAX
@@ -77,7 +77,7 @@ def _play(stage: Stage) -> None:
     stage.leave(engine_a)
     engine_b = scenes_loss.continue_on_b(stage, engine_r)
     scenes_damage.flip(stage, engine_b, engine_r)
-    scenes_damage.freeze(stage, engine_b, engine_r)
+    scenes_freeze.play(stage, engine_b, engine_r)
 
 
 def _conclude(stage: Stage, folder: Path, as_json: bool) -> int:

@@ -15,14 +15,13 @@ from emberkv.client import Client
 from emberkv.demo import outage, probe, writer
 from emberkv.demo.children import Child
 from emberkv.demo.report import SceneFigures
-from emberkv.demo.stage import ANSWER_S, ENGINE_START_S, NEAR_A, NEAR_B, NEW_TOKENS, OTHER, Stage
+from emberkv.demo.stage import ANSWER_S, ENGINE_START_S, NEAR_A, NEAR_B, NEW_TOKENS, OTHER, SURVIVORS, Stage
 from emberkv.demo.texts import BLOCK_TOKENS, PREFIX_TOKENS
 from emberkv.errors import Unavailable
 from emberkv.messages import ShardOwner
 
 TITLE_B: Final = "The node that holds the blocks is killed (SIGKILL)"
 TITLE_C: Final = "A fresh engine B continues every session from the surviving replicas"
-SURVIVORS: Final = (NEAR_B, OTHER)
 PROBED_MAX: Final = 16
 CONTROLS: Final = 4
 BASELINE_S: Final = 1.0

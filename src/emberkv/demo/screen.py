@@ -54,20 +54,19 @@ class Screen:
 
     def table(self, report: Report) -> None:
         """The closing table."""
-        table = Table(title="Time to first token, seconds", title_justify="left")
+        table = Table(title="Time to first token: A computes, B loads", title_justify="left")
         table.add_column("session")
-        for heading in ("recompute (A)", "no cache", "from the cache (B)", "times faster", "blocks near", "wire"):
+        for heading in ("A, s", "no cache, s", "B, s", "faster", "blocks"):
             table.add_column(heading, justify="right")
         table.add_column("tokens")
         for session in report.sessions:
             table.add_row(
-                f"{session.name}: {session.topic}",
+                session.topic,
                 f"{session.recompute_ttft_s:.2f}",
                 f"{session.uncached_ttft_s:.2f}",
                 f"{session.hit_ttft_s:.3f}",
-                f"{session.speedup:.1f}",
-                str(session.blocks_near),
-                str(session.blocks_wire),
+                f"{session.speedup:.1f} x",
+                f"{session.blocks_near} + {session.blocks_wire}",
                 "identical" if session.tokens_identical else "DIFFER",
             )
         self._console.print()

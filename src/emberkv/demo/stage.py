@@ -28,6 +28,7 @@ from emberkv.types import SHARDS
 NEAR_A: Final = "n1"
 NEAR_B: Final = "n2"
 OTHER: Final = "n3"
+SURVIVORS: Final = (NEAR_B, OTHER)
 ARENA_BYTES: Final = 1 << 30
 """Holds every block of every session twice over; a load of 32 blocks (94 MB) fits one connection's pins (an eighth)."""
 THREADS: Final = 2

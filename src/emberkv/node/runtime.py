@@ -18,7 +18,7 @@ from typing import Protocol
 from emberkv.core import effects as fx
 from emberkv.core import events as ev
 from emberkv.core.replica import Replica
-from emberkv.messages import BlockInfo, MapReply, OfferReply, PutItem, ReplicaItem, ReplicateReply
+from emberkv.messages import BlockInfo, MapReply, OfferReply, PutItem, PutReply, ReplicaItem, ReplicateReply
 from emberkv.ports import Clock, Slot, Tier, Transport
 from emberkv.types import MissReason, PutOutcome, PutStatus, checksum
 
@@ -150,7 +150,7 @@ class Runtime:
                 outcome._replace(status=PutStatus.UNKNOWN) if outcome.status is PutStatus.STORED else outcome
                 for outcome in done.outcomes
             ]
-            return fx.PutDone(done.op, late)
+            return fx.PutDone(done.op, late, 0, done.authorities)
         return done
 
     # -- reads: on the thread that asks --------------------------------------------------------------------------
@@ -239,7 +239,7 @@ class Runtime:
         keys: list[bytes],
         items: list[PutItem],
         fill: Callable[[list[Slot | None]], list[bytes | None]],
-        done: Callable[[list[PutOutcome]], None],
+        done: Callable[[PutReply], None],
         *,
         deadline_ns: int,
         session: bool,
@@ -261,7 +261,7 @@ class Runtime:
             if isinstance(effect, fx.Fill):
                 fills.append(effect.slots)
             elif isinstance(effect, fx.PutDone):
-                done(effect.outcomes)
+                done(PutReply(effect.outcomes, effect.authorities))
 
         self._waiting[op] = reply
         begin = ev.PutBegin(

@@ -43,8 +43,8 @@ _HEAD: Final = struct.Struct("<IHHBBBx8s4x")
 _ITEM: Final = struct.Struct("<32s24s16sQQQIIHH4x")
 """key, put_id, checksum, seen epoch, seen seq, offset, length, depth, part, parts."""
 _COUNT: Final = struct.Struct("<H6x")
-_OUTCOME: Final = struct.Struct("<QQHBB4x")
-"""epoch, seq, copies, status, reason."""
+_OUTCOME: Final = struct.Struct("<QQQHBB4x")
+"""epoch, seq, authority, copies, status, reason."""
 
 _FLAGS: Final = int(PutFlag.FRESH | PutFlag.HINT | PutFlag.FORWARD | PutFlag.RELAY)
 _LEVEL_MAX: Final = int(max(Level))
@@ -123,7 +123,11 @@ def encode_put_reply(message: PutReply) -> bytes:
     """Body of PUT_REPLY."""
     require_batch(Kind.PUT_REPLY, len(message.outcomes))
     pack = _OUTCOME.pack
-    records = [pack(*version, copies, status, reason) for status, version, copies, reason in message.outcomes]
+    authorities = message.authorities or (0,) * len(message.outcomes)
+    records = [
+        pack(*version, authority, copies, status, reason)
+        for (status, version, copies, reason), authority in zip(message.outcomes, authorities, strict=True)
+    ]
     return b"".join((_COUNT.pack(len(records)), *records))
 
 
@@ -133,10 +137,11 @@ def decode_put_reply(body: bytes, _payload_len: int) -> PutReply:
     check_count(Kind.PUT_REPLY, body, count, _COUNT.size, _OUTCOME.size)
     if not count:
         return PutReply([])
-    epochs, seqs, copies, statuses, reasons = zip(*_OUTCOME.iter_unpack(body[_COUNT.size :]), strict=True)
+    epochs, seqs, authorities, copies, statuses, reasons = zip(*_OUTCOME.iter_unpack(body[_COUNT.size :]), strict=True)
     check_epochs(Kind.PUT_REPLY, epochs)
+    check_epochs(Kind.PUT_REPLY, authorities)
     check_most(Kind.PUT_REPLY, "status", statuses, len(_STATUSES) - 1)
     check_most(Kind.PUT_REPLY, "reason", reasons, len(_REASONS) - 1)
     versions = map(make_version, zip(epochs, seqs, strict=True))
     rows = zip(map(_STATUSES.__getitem__, statuses), versions, copies, map(_REASONS.__getitem__, reasons), strict=True)
-    return PutReply(list(map(_make_outcome, rows)))
+    return PutReply(list(map(_make_outcome, rows)), list(authorities) if any(authorities) else [])

@@ -1,0 +1,204 @@
+"""Scene (e): replicas are frozen (SIGSTOP) in the middle of a load.
+
+Laws: the loads go over the wire: the killed node is started again with empty memory, and engine B moves to it. A freeze
+    happens when a stated share of the load's bytes is seen to have arrived in that node's memory. What was loaded is continued
+    exactly as it is; the reference is cut at the same token. Engine B saves nothing here.
+Limits: a load that was over before the freeze, or had not begun, shows nothing and is played again, ATTEMPTS_MAX times.
+
+    part            frozen            what has to happen
+    over the wire   nobody            the whole prefix arrives
+    one frozen      one of two holders    the load ends in time; the other holder is asked for what is missing
+    all frozen      both holders      the load ends at its deadline with the prefix that had arrived; the rest is computed
+    thawed          nobody any more   the whole prefix arrives
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+from emberkv.demo import probe
+from emberkv.demo.children import Child, Message
+from emberkv.demo.report import SceneFigures
+from emberkv.demo.stage import ANSWER_S, NEAR_A, NEW_TOKENS, OTHER, SURVIVORS, Stage
+from emberkv.demo.texts import PREFIX_TOKENS
+
+TITLE_E: Final = "Replicas are frozen (SIGSTOP) in the middle of a load"
+ATTEMPTS_MAX: Final = 3
+DEADLINE_MS: Final = 1_000
+"""Deadline of the loads that meet a freeze: shorter than a lease, so that the freeze does not become a failover too."""
+FREEZE_SHARE: Final = 0.4
+"""Share of a load's bytes that has arrived when the freeze comes."""
+DEADLINE_SLACK_S: Final = 0.35
+"""How far behind its deadline a load may end on two busy cores."""
+FROZEN_FOR_S: Final = DEADLINE_MS / 1000 + 0.1
+NEAR: Final = NEAR_A
+"""The node that was killed in scene (b), started again."""
+
+
+class Frozen(NamedTuple):
+    """One load that met a freeze."""
+
+    session: int
+    answer: Message
+    frozen_after_s: float
+    arrived_bytes: int
+
+    @property
+    def loaded(self) -> int:
+        """Tokens that came from the cache."""
+        return int(self.answer["loaded_tokens"])
+
+    @property
+    def in_time(self) -> bool:
+        """Whether the load ended by its deadline."""
+        return float(self.answer["fetch_s"]) <= DEADLINE_MS / 1000 + DEADLINE_SLACK_S
+
+
+def play(stage: Stage, engine_b: Child, engine_r: Child) -> None:
+    """All parts."""
+    started = time.perf_counter()
+    stage.screen.scene("e", TITLE_E)
+    count = len(stage.sessions)
+    wire, wire_ok = _over_the_wire(stage, engine_b, engine_r)
+    one, one_ok = _one_frozen(stage, engine_b, engine_r, 1 % count)
+    everyone, all_ok = _all_frozen(stage, engine_b, engine_r, 2 % count)
+    thawed, thawed_ok = _thawed(stage, engine_b, engine_r, everyone["session"])
+    ok = wire_ok and one_ok and all_ok and thawed_ok
+    outcome = (
+        f"one of two holders frozen: {one['loaded_tokens']} tokens after {one['load_s']:.2f} s; both frozen: the "
+        f"{everyone['loaded_tokens']} tokens that had arrived after {everyone['load_s']:.2f} s, the rest computed; thawed: "
+        f"{thawed['loaded_tokens']}; tokens {'identical in all' if ok or _identical(stage) else 'DIFFER'}"
+    )
+    details = {"over_the_wire": wire, "one_frozen": one, "all_frozen": everyone, "thawed": thawed}
+    details["deadline_s"] = DEADLINE_MS / 1000
+    stage.report.scenes.append(SceneFigures("e", TITLE_E, outcome, ok, time.perf_counter() - started, details))
+
+
+def _identical(stage: Stage) -> bool:
+    return all(one.tokens_identical for one in stage.report.comparisons if one.scene.startswith("e"))
+
+
+def _over_the_wire(stage: Stage, engine_b: Child, engine_r: Child) -> tuple[dict[str, Any], bool]:
+    """The node that was killed is back, empty; every block comes from the two survivors."""
+    _start_empty(stage)
+    _attach(stage, engine_b)
+    answer = engine_b.ask("generate", ANSWER_S, session=0, new_tokens=NEW_TOKENS)
+    same = _compare(stage, "e, over the wire", 0, answer, engine_r)
+    ok = same and answer["loaded_tokens"] == PREFIX_TOKENS
+    stage.screen.say(
+        f"{NEAR} is back with empty memory; engine B, moved to it, loads {answer['loaded_tokens']} tokens over the wire: "
+        f"first token after {answer['ttft_s']:.3f} s",
+        good=ok,
+    )
+    return _details(0, answer), ok
+
+
+def _one_frozen(stage: Stage, engine_b: Child, engine_r: Child, session: int) -> tuple[dict[str, Any], bool]:
+    for attempt in range(1, ATTEMPTS_MAX + 1):
+        _start_empty(stage)
+        frozen = _frozen_load(stage, engine_b, session, [OTHER])
+        if frozen.arrived_bytes:
+            break
+    same = _compare(stage, "e, one frozen", session, frozen.answer, engine_r)
+    ok = same and frozen.in_time and frozen.loaded > 0
+    stage.screen.say(
+        f"the load ended after {frozen.answer['fetch_s']:.2f} s with {frozen.loaded} of {PREFIX_TOKENS} tokens", good=ok
+    )
+    return {**_details(session, frozen.answer), **_freeze_details(frozen, attempt)}, ok
+
+
+def _all_frozen(stage: Stage, engine_b: Child, engine_r: Child, session: int) -> tuple[dict[str, Any], bool]:
+    for attempt in range(1, ATTEMPTS_MAX + 1):
+        _start_empty(stage)
+        frozen = _frozen_load(stage, engine_b, session, SURVIVORS)
+        if 0 < frozen.loaded < PREFIX_TOKENS:
+            break
+        stage.screen.say(f"{frozen.loaded} tokens had arrived when the nodes froze, which shows nothing: once more")
+    same = _compare(stage, "e, all frozen", session, frozen.answer, engine_r)
+    ok = same and frozen.in_time and 0 < frozen.loaded < PREFIX_TOKENS
+    stage.screen.say(
+        f"the load ended after {frozen.answer['fetch_s']:.2f} s (deadline {DEADLINE_MS / 1000:.1f} s) with the {frozen.loaded} "
+        f"of {PREFIX_TOKENS} tokens that had arrived; engine B computed the rest",
+        good=ok,
+    )
+    return {**_details(session, frozen.answer), **_freeze_details(frozen, attempt)}, ok
+
+
+def _thawed(stage: Stage, engine_b: Child, engine_r: Child, session: int) -> tuple[dict[str, Any], bool]:
+    nodes = (NEAR, *SURVIVORS)
+    with stage.screen.step("the frozen nodes go on (SIGCONT); load the same session once more"):
+        stage.wait("the nodes are idle again", lambda: stage.settled(nodes))
+        answer = engine_b.ask("generate", ANSWER_S, session=session, new_tokens=NEW_TOKENS)
+    same = _compare(stage, "e, thawed", session, answer, engine_r)
+    ok = same and answer["loaded_tokens"] == PREFIX_TOKENS
+    stage.screen.say(f"{answer['loaded_tokens']} tokens loaded, first token after {answer['ttft_s']:.3f} s", good=ok)
+    return _details(session, answer), ok
+
+
+def _start_empty(stage: Stage) -> None:
+    """(Re)starts the engine's node: its memory is empty, and it is nobody's replica."""
+    with stage.screen.step(f"start {NEAR} with empty memory"):
+        if stage.cluster.node(NEAR).alive:
+            stage.cluster.kill(NEAR, signal.SIGTERM)
+            stage.wait(f"{NEAR} has ended", lambda: not stage.cluster.node(NEAR).alive)
+        stage.cluster.restart(NEAR)
+        stage.node_pid(NEAR)
+        stage.wait(f"{NEAR} has joined", lambda: _joined(stage))
+
+
+def _joined(stage: Stage) -> bool:
+    document = probe.status(stage.endpoint(NEAR))
+    ready = document["prefaulted_bytes"] >= document["bytes_total"]
+    return ready and document["lease_open"] and set(SURVIVORS) <= set(document["peers_up"])
+
+
+def _attach(stage: Stage, engine_b: Child) -> None:
+    engine_b.ask("attach", endpoints=[stage.endpoint(NEAR)], mode="load", load_deadline_ms=DEADLINE_MS)
+
+
+def _frozen_load(stage: Stage, engine_b: Child, session: int, victims: Sequence[str]) -> Frozen:
+    """Starts a load and freezes `victims` while its bytes arrive."""
+    load_bytes = len(stage.sessions[session]["keys"]) * int(stage.report.model["block_bytes"])
+    _attach(stage, engine_b)
+    with probe.Arrivals(stage.endpoint(NEAR)) as arrivals:
+        engine_b.send("generate", session=session, new_tokens=NEW_TOKENS)
+        begun = time.perf_counter()
+        try:
+            while arrivals.count_bytes() < FREEZE_SHARE * load_bytes:
+                if time.perf_counter() - begun > DEADLINE_MS / 1000:
+                    break
+            for victim in victims:
+                stage.cluster.kill(victim, signal.SIGSTOP)
+            frozen_after_s = time.perf_counter() - begun
+            arrived = arrivals.count_bytes()
+            time.sleep(max(0.0, FROZEN_FOR_S - frozen_after_s))
+        finally:
+            for victim in victims:
+                stage.cluster.kill(victim, signal.SIGCONT)
+    stage.screen.say(
+        f"SIGSTOP {' and '.join(victims)} {frozen_after_s * 1000:.0f} ms into the load of {stage.sessions[session]['name']}, "
+        f"{arrived / 1e6:.0f} of {load_bytes / 1e6:.0f} MB had arrived"
+    )
+    return Frozen(session, engine_b.receive(ANSWER_S), frozen_after_s, arrived)
+
+
+def _compare(stage: Stage, scene: str, session: int, answer: Message, engine_r: Child) -> bool:
+    reference = stage.reference(engine_r, session, answer["loaded_tokens"])
+    return stage.compare(scene, session, answer, reference).tokens_identical
+
+
+def _details(session: int, answer: Message) -> dict[str, Any]:
+    return {
+        "session": session,
+        "load_s": answer["fetch_s"],
+        "loaded_tokens": answer["loaded_tokens"],
+        "ttft_s": answer["ttft_s"],
+        "misses": answer["misses"],
+    }
+
+
+def _freeze_details(frozen: Frozen, attempt: int) -> dict[str, Any]:
+    return {"frozen_after_s": frozen.frozen_after_s, "arrived_bytes": frozen.arrived_bytes, "attempts": attempt}
