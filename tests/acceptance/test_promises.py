@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from harness.blocks import arena_offsets, eventually, flip_byte, key_of, names_in_shards, value_of
 
 from emberkv import Client, Level, MissReason, PutStatus
 from emberkv.cli.cluster import LocalCluster
@@ -26,6 +25,7 @@ from emberkv.config import NamespaceConfig
 from emberkv.messages import Hello, Role
 from emberkv.net.local_link import close_fds, connect_local
 from emberkv.types import SHARDS, shard_of
+from harness.blocks import arena_offsets, eventually, flip_byte, key_of, names_in_shards, value_of
 
 MIB = 1 << 20
 SIZE = 256 << 10

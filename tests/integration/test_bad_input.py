@@ -16,17 +16,17 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from harness.blocks import eventually, key_of, value_of
 
 from emberkv import Client, Level, PutStatus, RefuseReason
 from emberkv.cli.cluster import LocalCluster
 from emberkv.cli.probe import fetch_status
 from emberkv.config import ClusterConfig, NodeConfig, write
-from emberkv.messages import GetFlag, GetRequest, Hello, PutItem, PutRequest, Role
+from emberkv.messages import GetRequest, Hello, PutItem, PutRequest, Role
 from emberkv.net.local_link import close_fds, connect_local
 from emberkv.net.tcp import connect
 from emberkv.types import BLOCK_BYTES_MAX
 from emberkv.wire.codec import encode
+from harness.blocks import eventually, key_of, value_of
 
 MIB = 1 << 20
 
@@ -210,7 +210,7 @@ def test_hostile_local_frames(cluster: LocalCluster) -> None:
         link, _, arena_fd, staging_fd = connect_local(path, hello(), 2000)
         link.send(request, 1)
         link.set_recv_timeout_ms(5000)
-        with pytest.raises(Exception, match="closed|lost|ended"):
+        with pytest.raises(Exception, match=r"closed|lost|ended"):
             link.recv()
         link.close()
         close_fds([fd for fd in (arena_fd, staging_fd) if fd >= 0])
@@ -234,7 +234,8 @@ import os, signal, sys, threading, time
 from emberkv import Client
 client = Client([sys.argv[1]], staging_bytes=32 << 20)
 blob = os.urandom(4 << 20)
-threading.Thread(target=lambda: [client.put_many([(os.urandom(32), blob)] * 4) for _ in range(1000)], daemon=True).start()
+save = lambda: [client.put_many([(os.urandom(32), blob)] * 4) for _ in range(1000)]
+threading.Thread(target=save, daemon=True).start()
 time.sleep(0.3)
 print("saving", flush=True)
 time.sleep(60)

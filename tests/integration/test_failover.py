@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from harness.blocks import eventually, key_of, names_in_shards, value_of
 
 from emberkv import Client, Level, PutStatus
 from emberkv.cli.cluster import LocalCluster
+from harness.blocks import eventually, key_of, names_in_shards, value_of
 
 MIB = 1 << 20
 BUDGET_S = 3.0

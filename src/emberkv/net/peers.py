@@ -99,7 +99,7 @@ class _Stream:
                 self._wake.notify()
                 return True
             link = self._link
-        # A gap in an in-order stream is a loss: the link goes down, and what was missed is compared when it is up again.
+        # A gap in an in-order stream is a loss: the link goes down; what was missed is compared when it is up again.
         if link is not None:
             self._lost(link, "its queue is full")
         return False

@@ -20,7 +20,7 @@ from emberkv.core import events as ev
 from emberkv.core.replica import Replica
 from emberkv.messages import BlockInfo, MapReply, OfferReply, PutItem, PutReply, ReplicaItem, ReplicateReply
 from emberkv.ports import Clock, Slot, Tier, Transport
-from emberkv.types import MissReason, PutOutcome, PutStatus, checksum
+from emberkv.types import MissReason, PutStatus, checksum
 
 
 class PendingFetch(Protocol):
