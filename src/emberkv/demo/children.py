@@ -1,10 +1,10 @@
 """Child processes of the demo, spoken to in lines of JSON.
 
-Why it exists: an engine must be a process of its own, or "a fresh engine" would mean nothing; and whatever happens to the
-    demo, its children must end with it.
-Laws: one line in, one line out, in order. A child ends when its standard input ends, also in the middle of a computation,
-    so it cannot outlive its parent. Children are no members of the terminal's foreground group: Ctrl-C reaches the parent
-    only, which then takes everything down in order.
+Why it exists: an engine must be a process of its own, or "a fresh engine" would mean nothing; and whatever happens to
+    the demo, its children must end with it.
+Laws: one line in, one line out, in order. A child ends when its standard input ends, also in the middle of a
+    computation, so it cannot outlive its parent. Children are no members of the terminal's foreground group: Ctrl-C
+    reaches the parent only, which then takes everything down in order.
 Limits: messages are small (token ids, figures), never payload.
 """
 

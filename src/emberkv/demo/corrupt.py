@@ -1,9 +1,9 @@
 """Flipping one byte of a stored block in a node's memory, as a failing memory chip would.
 
 Why it exists: a checksum that never failed proves nothing.
-Laws: the arena is sealed, so nobody but the node itself can map it for writing; the byte is changed through the node's own
-    map, /proc/<pid>/mem, which the kernel allows a process of the same user for its own children. Nothing else of the node
-    is touched.
+Laws: the arena is sealed, so nobody but the node itself can map it for writing; the byte is changed through the node's
+    own map, /proc/<pid>/mem, which the kernel allows a process of the same user for its own children. Nothing else of
+    the node is touched.
 Limits: Linux.
 """
 

@@ -16,7 +16,7 @@ import hashlib
 import logging
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -63,8 +63,8 @@ class FillOnly:
 
 
 class LoadOnly:
-    """A client that loads and never saves: what is computed behind a broken load must not replace what was there, or the
-    next reference would be cut elsewhere."""
+    """A client that loads and never saves: what is computed behind a broken load must not replace what was there, or
+    the next reference would be cut elsewhere."""
 
     def __init__(self, client: BlockClient) -> None:
         self._client = client
@@ -84,7 +84,11 @@ class LoadOnly:
         raise AssertionError("a load-only connector saved")
 
 
-MODES: Final = {"fill": FillOnly, "load": LoadOnly, "both": lambda client: client}
+def _both(client: BlockClient) -> BlockClient:
+    return client
+
+
+MODES: Final[dict[str, Callable[[BlockClient], BlockClient]]] = {"fill": FillOnly, "load": LoadOnly, "both": _both}
 
 
 class NoClient:

@@ -12,14 +12,20 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 NS: Final = 1_000_000_000
+BIN_S: Final = 0.04
+"""Width of the slices in the plot: two ticks, so that a late tick leaves no empty slice."""
 
 
 class Bin(NamedTuple):
-    """Puts that began in one time slice: `start_s` relative to the kill, shards asked and acknowledged."""
+    """Puts that were answered in one time slice: `start_s` relative to the kill, shards asked and acknowledged."""
 
     start_s: float
     asked: int
     acked: int
+
+    def plain(self) -> tuple[float, int, int]:
+        """As the report keeps it."""
+        return round(self.start_s, 3), self.asked, self.acked
 
 
 def outage_of_shards(shards: Sequence[int], acks: Iterable[Sequence[int]], killed_ns: int) -> dict[int, float | None]:
@@ -37,13 +43,14 @@ def longest(outages: dict[int, float | None]) -> float | None:
 
 
 def timeline(batches: Iterable[dict[str, Any]], group: str, killed_ns: int, width_s: float) -> list[Bin]:
-    """Puts of one group in slices of `width_s`, by the time at which they began; empty slices are left out."""
+    """Puts of one group in slices of `width_s`, by the time of the answer (or its deadline); empty slices are left
+    out."""
     asked: dict[int, int] = {}
     acked: dict[int, int] = {}
     for batch in batches:
         if batch["group"] != group:
             continue
-        at = int((batch["begun_ns"] - killed_ns) / NS // width_s)
+        at = int((batch["ended_ns"] - killed_ns) / NS // width_s)
         asked[at] = asked.get(at, 0) + batch["asked"]
         acked[at] = acked.get(at, 0) + len(batch["acked"])
     return [Bin(at * width_s, asked[at], acked[at]) for at in sorted(asked)]

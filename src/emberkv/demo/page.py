@@ -52,8 +52,10 @@ def render(report: Report) -> str:
 
 
 _REFERENCE_TEXT: Final = (
-    "The reference is a process of the same kind that never opens a client. It computes the whole prompt, cut at the same "
-    "token as the loaded path, because matrix kernels choose their blocking by shape: with the same cut, equality is exact, "
+    "The reference is a process of the same kind that never opens a client. It computes the whole prompt, cut at "
+    "the same "
+    "token as the loaded path, because matrix kernels choose their blocking by shape: with the same cut, "
+    "equality is exact, "
     "down to the bits of the logits."
 )
 
@@ -61,7 +63,7 @@ _REFERENCE_TEXT: Final = (
 def _headline(report: Report) -> str:
     if not report.hit_ttft_p50_s:
         return "EmberKV demo"
-    return f"First token {report.speedup:.0f} times sooner, from a cache that had just lost a node"
+    return f"First token {report.speedup:.0f} times sooner, after the cache lost a node"
 
 
 def _tiles(report: Report) -> str:
@@ -70,11 +72,13 @@ def _tiles(report: Report) -> str:
     tiles = (
         (
             f"{report.speedup:.1f} x",
-            f"sooner: first token after {report.hit_ttft_p50_s:.3f} s instead of "
-            f"{report.recompute_ttft_p50_s:.2f} s (medians)",
+            (
+                f"sooner: first token after {report.hit_ttft_p50_s:.3f} s instead of "
+                f"{report.recompute_ttft_p50_s:.2f} s (medians)"
+            ),
         ),
         (
-            "none" if measured is None else f"{measured:.2f} s",
+            "no end" if measured is None else f"{measured:.2f} s",
             f"outage of session puts after SIGKILL; the budget is {report.failover.budget_s:.2f} s",
         ),
         (f"{same} of {len(report.comparisons)}", "answers with exactly the tokens of the uncached reference"),
@@ -95,26 +99,37 @@ def _bars_text(report: Report) -> str:
     return (
         f"Each prompt has {first.prompt_tokens} tokens: {first.prefix_tokens} that can be cached and "
         f"{first.prompt_tokens - first.prefix_tokens} new ones. "
-        f"Engine A computes all of it and then saves in the background; engine R does the same without any cache, to show "
-        f"that saving does not distort the measurement; engine B loads {first.loaded_tokens} tokens and computes the rest."
+        f"Engine A computes all of it and then saves in the background; engine R does the same without any cache, "
+        f"to show "
+        f"that saving does not distort the measurement; engine B loads {first.loaded_tokens} tokens and computes "
+        f"the rest."
     )
 
 
 def _outage_text(report: Report) -> str:
     figures = report.failover
     return (
-        f"A writer put 4 KiB session blocks to {figures.shards_probed} of the {figures.shards_lost} shards whose primary was "
-        f"killed, every {figures.probe_interval_ms:g} ms, each put with a deadline of {figures.put_deadline_ms:g} ms. A put "
-        "counts only if the new primary stored it. The outage runs from the signal to the first such answer, and is that of "
+        f"A writer put 4 KiB session blocks to {figures.shards_probed} of the {figures.shards_lost} shards whose "
+        f"primary was "
+        f"killed, every {figures.probe_interval_ms:g} ms, each put with a deadline of {figures.put_deadline_ms:g} "
+        f"ms. A put "
+        "counts only if the new primary stored it. The outage runs from the signal to the first such answer, and "
+        "is that of "
         "the slowest shard."
     )
 
 
 def _cluster_text(report: Report, near: int, wire: int) -> str:
-    filled = report.placement.get("filled", {})
+    filled, later = report.placement.get("filled", {}), report.placement.get("before_b", {})
+    blocks, fewest = filled.get("blocks", 0), later.get("fewest", 0)
     return (
-        f"{filled.get('blocks', 0)} blocks were stored, each on at least {filled.get('fewest', 0)} nodes. Engine B loaded "
-        f"{near + wire}: {near} lay in the memory of the node beside it, {wire} came from the other survivor over TCP."
+        f"{blocks} blocks were stored, each on at least {filled.get('fewest', 0)} nodes. When engine B came, the "
+        f"survivors had "
+        f"brought every block to {fewest} {'copy' if fewest == 1 else 'copies'} again. Engine B loaded "
+        f"{near + wire}: {near} "
+        f"lay in the memory of the node beside it, {wire} came from the other survivor over TCP. In scene (e) its "
+        f"node held "
+        f"nothing, all came over TCP, and the first token after {report.wire_ttft_s:.3f} s."
     )
 
 
@@ -153,18 +168,21 @@ def _comparisons(report: Report) -> str:
 
 def _machine(report: Report) -> str:
     machine, model = report.machine, report.model
-    load = ", ".join(str(value) for value in machine.get("load_at_start", []))
+    load = " / ".join(str(value) for value in machine.get("load_at_start", []))
+    load_end = " / ".join(str(value) for value in machine.get("load_at_end", []))
     rows = [
         (
             "processor",
             f"{machine.get('cpu', '')}, {machine.get('cores', 0)} cores, {machine.get('memory_gib', 0)} GiB memory",
         ),
-        ("load at the start", f"{load} (runnable tasks over 1, 5 and 15 minutes)"),
+        ("load", f"{load} at the start, {load_end} at the end (runnable tasks over 1, 5 and 15 minutes)"),
         ("kernel", f"Linux {machine.get('kernel', '')}"),
         (
             "model",
-            f"{model.get('name', '')}, {model.get('parameters', 0) / 1e6:.1f} million parameters, "
-            f"{model.get('threads', 0)} threads",
+            (
+                f"{model.get('name', '')}, {model.get('parameters', 0) / 1e6:.1f} million parameters, "
+                f"{model.get('threads', 0)} threads"
+            ),
         ),
         ("block", f"{model.get('block_tokens', 0)} tokens, {model.get('block_bytes', 0):,} bytes"),
         ("versions", ", ".join(f"{name} {value}" for name, value in report.versions.items())),
@@ -181,9 +199,9 @@ def _rows(rows: Iterable[Sequence[str]], numbers: Sequence[int] = ()) -> str:
     """Table rows; a cell that begins with a tag of ours stays as it is, all others are escaped."""
     lines = []
     for row in rows:
-        cells = [
-            f"<td{' class=n' if index in numbers else ''}>{cell if cell.startswith('<span class=') else escape(cell)}</td>"
-            for index, cell in enumerate(row)
-        ]
+        cells = []
+        for index, cell in enumerate(row):
+            content = cell if cell.startswith("<span class=") else escape(cell)
+            cells.append(f"<td{' class=n' if index in numbers else ''}>{content}</td>")
         lines.append(f"<tr>{''.join(cells)}</tr>")
     return "\n".join(lines)

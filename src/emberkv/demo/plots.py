@@ -1,7 +1,7 @@
 """The pictures of the report: plain SVG text, drawn from the figures.
 
-Laws: pure; nothing is fetched from anywhere, so that the page can be read without a network; every axis has its unit; text
-    that came from outside is escaped. Colours differ in lightness too, and each mark has a label.
+Laws: pure; nothing is fetched from anywhere, so that the page can be read without a network; every axis has its unit;
+    text that came from outside is escaped. Colours differ in lightness too, and each mark has a label.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Final
 
+from emberkv.demo.outage import BIN_S
 from emberkv.demo.report import FailoverFigures, SessionFigures
 
 INK: Final = "#2b2620"
@@ -23,6 +24,11 @@ FETCH: Final = "#8fb0cc"
 KILL: Final = "#b4430f"
 GOOD: Final = "#3e7a2f"
 FONT: Final = "font-family='DejaVu Sans, Verdana, Helvetica, Arial, sans-serif'"
+
+ARROW_TIP: Final = (
+    "<defs><marker id='tip' viewBox='0 0 10 10' refX='9' refY='5' markerWidth='7' markerHeight='7' "
+    f"orient='auto'><path d='M0 0 L10 5 L0 10 z' fill='{INK}'/></marker></defs>"
+)
 
 
 class Axis:
@@ -67,7 +73,8 @@ def rect(x: float, y: float, width: float, height: float, fill: str, *, stroke: 
 def line(x1: float, y1: float, x2: float, y2: float, stroke: str, *, width: float = 1.0, dash: str = "") -> str:
     """One straight line."""
     dashes = f" stroke-dasharray='{dash}'" if dash else ""
-    return f"<line x1='{x1:.1f}' y1='{y1:.1f}' x2='{x2:.1f}' y2='{y2:.1f}' stroke='{stroke}' stroke-width='{width}'{dashes}/>"
+    ends = f"x1='{x1:.1f}' y1='{y1:.1f}' x2='{x2:.1f}' y2='{y2:.1f}'"
+    return f"<line {ends} stroke='{stroke}' stroke-width='{width}'{dashes}/>"
 
 
 def svg(width: int, height: int, title: str, parts: Sequence[str]) -> str:
@@ -118,50 +125,50 @@ def _hit_bar(axis: Axis, left: float, y: float, session: SessionFigures) -> list
 
 def _legend(x: float, y: float) -> list[str]:
     entries = (
-        (RECOMPUTE, "engine A: recompute, then save"),
-        (CONTROL, "engine R: recompute, no cache"),
-        (FETCH, "engine B: load the prefix"),
-        (HIT, "engine B: compute the rest"),
+        (RECOMPUTE, "A: recompute, then save"),
+        (CONTROL, "R: recompute, no cache"),
+        (FETCH, "B: load the prefix"),
+        (HIT, "B: compute the rest"),
     )
     parts = []
     for colour, label in entries:
         parts.append(rect(x, y - 11, 14, 14, colour))
         parts.append(text(x + 20, y, label, fill=MUTED))
-        x += 34 + 6.7 * len(label)
+        x += 38 + 6.7 * len(label)
     return parts
 
 
 def outage_timeline(figures: FailoverFigures) -> str:
     """Acknowledged session puts around the kill: lost shards above, kept shards below, first acks as marks."""
-    width, left, right = 1000, 64, 24
+    width, left, right, top, bottom = 1000, 64, 24, 40, 316
     points = figures.timeline
     low = max(-1.2, min((p[0] for p in points), default=-1.0))
     last = max((p[0] for p in points), default=1.0)
     high = max(figures.budget_s * 1.08, min(last, figures.budget_s * 2), figures.measured_s or 0.0)
     axis = Axis(low, high, left, width - right)
-    parts = [rect(axis.at(0), 30, axis.at(figures.budget_s) - axis.at(0), 246, "#faf3ea", radius=0)]
+    parts = [rect(axis.at(0), top, axis.at(figures.budget_s) - axis.at(0), bottom - top, "#faf3ea", radius=0)]
     for tick in axis.ticks(10):
-        parts.append(line(axis.at(tick), 30, axis.at(tick), 276, LINE))
-        parts.append(text(axis.at(tick), 294, f"{tick:g}", fill=MUTED, anchor="middle"))
-    parts.append(text((left + width - right) / 2, 316, "seconds since the kill", fill=MUTED, anchor="middle"))
-    parts += _acks("shards of the killed node", points, axis, 56, 120, KILL)
-    parts += _first_acks(figures, axis, 194)
-    parts += _acks("shards of the survivors", figures.timeline_others, axis, 232, 40, GOOD)
-    parts += [
-        line(axis.at(0), 24, axis.at(0), 276, KILL, width=2),
-        text(axis.at(0) + 6, 22, "SIGKILL", fill=KILL, bold=True),
-    ]
+        parts.append(line(axis.at(tick), top, axis.at(tick), bottom, LINE))
+        parts.append(text(axis.at(tick), bottom + 18, f"{tick:g}", fill=MUTED, anchor="middle"))
+    parts.append(text((left + width - right) / 2, bottom + 40, "seconds since the kill", fill=MUTED, anchor="middle"))
+    parts += _acks("shards of the killed node", points, axis, 78, 120, KILL)
+    parts += _first_acks(figures, axis, 216)
+    parts += _acks("shards of the survivors", figures.timeline_others, axis, 262, 44, GOOD)
+    at = axis.at(0)
+    parts += [line(at, 24, at, bottom, KILL, width=2), text(at + 6, 30, "SIGKILL", fill=KILL, bold=True)]
     at = axis.at(figures.budget_s)
     parts += [
-        line(at, 24, at, 276, INK, width=1.5, dash="6 4"),
-        text(at - 6, 22, f"budget {figures.budget_s:.2f} s", anchor="end", bold=True),
+        line(at, 24, at, bottom, INK, width=1.5, dash="6 4"),
+        text(at - 6, 30, f"budget {figures.budget_s:.2f} s", anchor="end", bold=True),
     ]
     if figures.measured_s is not None:
         at = axis.at(figures.measured_s)
-        parts += [line(at, 24, at, 276, HIT, width=2)]
-        side, anchor = (6.0, "start") if figures.measured_s < figures.budget_s * 0.75 else (-6.0, "end")
-        parts.append(text(at + side, 44, f"all back: {figures.measured_s:.2f} s", fill=HIT, anchor=anchor, bold=True))
-    return svg(width, 324, "Acknowledged session puts around the kill", parts)
+        side, anchor = (-6.0, "end") if figures.measured_s > figures.budget_s * 0.3 else (6.0, "start")
+        parts += [
+            line(at, 24, at, bottom, HIT, width=2),
+            text(at + side, 30, f"every shard is back: {figures.measured_s:.2f} s", fill=HIT, anchor=anchor, bold=True),
+        ]
+    return svg(width, bottom + 50, "Acknowledged session puts around the kill", parts)
 
 
 def _acks(
@@ -169,8 +176,8 @@ def _acks(
 ) -> list[str]:
     """Share of acknowledged puts per slice of time as columns."""
     base = top + height
-    step = 0.02 * (axis.end - axis.start) / (axis.high - axis.low)
-    parts = [text(axis.start, top - 6, f"{title}: puts acknowledged, by the time of sending", fill=MUTED)]
+    step = BIN_S * (axis.end - axis.start) / (axis.high - axis.low)
+    parts = [text(axis.start, top - 10, f"{title}: puts acknowledged, by the time of the answer", fill=MUTED)]
     for share, label in ((0.0, "0 %"), (1.0, "100 %")):
         y = base - share * height
         parts.append(line(axis.start, y, axis.end, y, LINE))
@@ -186,37 +193,38 @@ def _acks(
 
 def _first_acks(figures: FailoverFigures, axis: Axis, y: float) -> list[str]:
     parts = [text(axis.start, y + 4, "first ack of each shard", fill=MUTED)]
-    for value in figures.shards.values():
-        if value is not None:
-            parts.append(f"<circle cx='{axis.at(value):.1f}' cy='{y}' r='4' fill='{HIT}' fill-opacity='0.45'/>")
+    values = [value for value in figures.shards.values() if value is not None]
+    parts += [
+        f"<circle cx='{axis.at(value):.1f}' cy='{y}' r='4' fill='{HIT}' fill-opacity='0.45'/>" for value in values
+    ]
     return parts
 
 
 def cluster_picture(placement: dict[str, dict[str, int]], near: int, wire: int, shards_lost: int) -> str:
     """Who talked to whom: engine A's node was killed, engine B loaded from the survivors."""
     filled, later = placement.get("filled", {}), placement.get("before_b", {})
-    parts = [
-        "<defs><marker id='tip' viewBox='0 0 10 10' refX='9' refY='5' markerWidth='7' markerHeight='7' orient='auto'>"
-        f"<path d='M0 0 L10 5 L0 10 z' fill='{INK}'/></marker></defs>"
-    ]
-    boxes = {"n1": (380, 34), "n2": (380, 144), "n3": (380, 254)}
-    for name, (x, y) in boxes.items():
+    parts = [ARROW_TIP]
+    for name, (x, y) in {"n1": (380, 34), "n2": (380, 144), "n3": (380, 254)}.items():
         dead = name == "n1"
         parts.append(
             rect(x, y, 240, 84, "#f7ebe4" if dead else "#e8f1e4", stroke=KILL if dead else "#9dbf8d", radius=8)
         )
         parts.append(text(x + 16, y + 26, f"node {name}", bold=True, size=14))
         parts.append(text(x + 16, y + 48, f"{filled.get(name, 0)} of {filled.get('blocks', 0)} blocks after the fill"))
-        after = f"killed; was primary of {shards_lost} shards" if dead else f"{later.get(name, 0)} blocks when B came"
-        parts.append(text(x + 16, y + 68, after, fill=KILL if dead else MUTED))
-    parts += [line(388, 40, 612, 112, KILL, width=2), line(612, 40, 388, 112, KILL, width=2)]
+        after = f"was primary of {shards_lost} of 256 shards" if dead else f"{later.get(name, 0)} when B came"
+        parts.append(text(x + 16, y + 68, after, fill=MUTED))
+    parts += [
+        rect(546, 42, 66, 22, KILL, radius=4),
+        text(579, 57, "SIGKILL", fill="#ffffff", anchor="middle", bold=True),
+    ]
     parts += _engine(30, 44, "engine A", "computes, fills the cache", RECOMPUTE)
     parts += _engine(770, 154, "engine B", "a fresh process, loads", FETCH)
     parts += _engine(30, 264, "writer", "4 KiB session puts, 50 Hz", CONTROL)
     parts += [_arrow(230, 76, 378, 76), text(304, 68, "saves", anchor="middle", fill=MUTED)]
     parts += [_arrow(230, 296, 378, 296), text(304, 288, "puts", anchor="middle", fill=MUTED)]
     parts += [_arrow(622, 186, 768, 186), text(695, 178, f"{near + wire} blocks", anchor="middle", bold=True, fill=HIT)]
-    parts += [_arrow(500, 252, 500, 230), text(512, 246, f"{wire} of them over the wire", fill=HIT)]
+    if wire:
+        parts += [_arrow(500, 252, 500, 230), text(512, 246, f"{wire} of them over the wire", fill=HIT)]
     return svg(1000, 360, "The cluster during the demo", parts)
 
 

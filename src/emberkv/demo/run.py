@@ -1,8 +1,8 @@
 """`emberkv demo`: the straight line through the scenes, and a clean end whatever happens.
 
-Laws: Ctrl-C and SIGTERM end the demo at any moment, in order, with nothing left behind; a second one does not interrupt the
-    ending. Exit codes: 0 every promise was kept, 1 something fell short or could not be done (one line says what), 2 wrong
-    arguments, 130 interrupted.
+Laws: Ctrl-C and SIGTERM end the demo at any moment, in order, with nothing left behind; a second one does not interrupt
+    the ending. Exit codes: 0 every promise was kept, 1 something fell short or could not be done (one line says what),
+    2 wrong arguments, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Final
 from rich.console import Console
 
 from emberkv.demo import page, report, scenes_damage, scenes_fill, scenes_freeze, scenes_loss
+from emberkv.demo.scenes_fill import SESSIONS_MIN
 from emberkv.demo.screen import Screen
 from emberkv.demo.stage import Stage
 from emberkv.demo.texts import SESSIONS_MAX
@@ -36,8 +37,9 @@ def run_cli(
 ) -> int:
     """A real model's conversations go on from a three-node cache after the node that held them was killed.
 
-    Options: --sessions N conversations (default 4, fewer on a slow machine), --directory for the cluster's files (default: a
-    temporary one, removed at the end), --reports where demo.json and demo.html are written, --json prints demo.json.
+    Options: --sessions N conversations (default 4, fewer on a slow machine), --directory for the cluster's files
+    (default: a temporary one, removed at the end), --reports where demo.json and demo.html are written, --json prints
+    demo.json.
     """
     return main(json, sessions, directory, reports)
 
@@ -47,8 +49,8 @@ def main(
 ) -> int:
     """As `run_cli`; returns the exit code."""
     count = SESSIONS_DEFAULT if sessions is None else sessions
-    if not 1 <= count <= SESSIONS_MAX:
-        raise ConfigError(f"--sessions: {count} is not 1 to {SESSIONS_MAX}")
+    if not SESSIONS_MIN <= count <= SESSIONS_MAX:
+        raise ConfigError(f"--sessions: {count} is not {SESSIONS_MIN} to {SESSIONS_MAX}")
     console = Console(stderr=json, highlight=False)
     screen = Screen(console)
     stage = Stage(screen, directory, count)
@@ -56,15 +58,15 @@ def main(
         try:
             try:
                 _play(stage)
+            except EmberError as error:
+                stage.report.failure = " ".join(str(error).split())
             finally:
                 with _no_interrupt(), screen.step("end every process"):
                     stage.close()
         except KeyboardInterrupt:
-            console.print("[bold]interrupted[/bold]: every process was ended, nothing was left behind")
+            left = stage.left_behind()
+            console.print(f"[bold]interrupted[/bold]: {', '.join(left) or 'nothing'} was left behind", soft_wrap=True)
             return INTERRUPTED
-        except EmberError as error:
-            console.print(f"[bold red]the demo could not go on:[/] {' '.join(str(error).split())}", soft_wrap=True)
-            return 1
     return _conclude(stage, Path(reports), json)
 
 
@@ -85,11 +87,13 @@ def _conclude(stage: Stage, folder: Path, as_json: bool) -> int:
     left = stage.left_behind()
     result.clean_end = not left
     result.machine["left_behind"] = left
+    result.machine["load_at_end"] = report.load_average()
     result.duration_s = time.perf_counter() - stage.screen.started
     report.write_json(result, folder / "demo.json")
     page.write_html(result, folder / "demo.html")
     result.written = [str(folder / "demo.json"), str(folder / "demo.html")]
-    stage.screen.table(result)
+    if result.sessions:
+        stage.screen.table(result)
     stage.screen.verdict(result, result.duration_s)
     if as_json:
         sys.stdout.write((folder / "demo.json").read_text())

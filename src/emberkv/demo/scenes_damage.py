@@ -1,7 +1,7 @@
 """Scene (d): one byte of a stored block is flipped behind the node's back.
 
-Laws: the block is one that another live node holds too; the byte is changed in the memory of the node that engine B loads
-    from; what happened is read from that node's counters and from its memory afterwards.
+Laws: the block is one that another live node holds too; the byte is changed in the memory of the node that engine B
+    loads from; what happened is read from that node's counters and from its memory afterwards.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Laws: the kill is SIGKILL, sent while a writer puts session blocks to shards of the victim; what is measured is what the
     writer's acknowledgements say (outage.py). Engine B is a process that never saw a token of these sessions.
-Limits: PROBED_MAX shards of the lost node are probed, evenly spread over its shard numbers: all of them at every tick would
-    make the writer, not the cluster, the bottleneck of two cores.
+Limits: PROBED_MAX shards of the lost node are probed, evenly spread over its shard numbers: all of them at every tick
+    would make the writer, not the cluster, the bottleneck of two cores.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ TITLE_C: Final = "A fresh engine B continues every session from the surviving re
 PROBED_MAX: Final = 16
 CONTROLS: Final = 4
 BASELINE_S: Final = 1.0
-AFTERWARDS_S: Final = 1.0
+AFTERWARDS_S: Final = 0.3
+"""The writer goes on to the end of the budget, or this long after the last shard is back."""
 OUTAGE_WAIT_S: Final = 30.0
-TIMELINE_BIN_S: Final = 0.02
 LOST: Final = "lost"
 KEPT: Final = "kept"
 LOAD_DEADLINE_MS: Final = 2_000
@@ -68,7 +68,8 @@ def kill(stage: Stage) -> None:
         while len(_acks(child, LOST, dead_ns)) < len(probed) and time.perf_counter() < deadline:
             time.sleep(0.1)
         acks = _acks(child, LOST, dead_ns)
-        time.sleep(AFTERWARDS_S)
+        rest_s = figures.budget_s - (time.monotonic_ns() - killed_ns) / outage.NS
+        time.sleep(max(AFTERWARDS_S, rest_s))
         record = child.ask("stop")
         stage.leave(child)
     per_shard = outage.outage_of_shards(probed, acks, killed_ns)
@@ -76,8 +77,8 @@ def kill(stage: Stage) -> None:
     figures.shards = {str(shard): value for shard, value in per_shard.items()}
     figures.epochs_rose = bool(acks) and all(epoch > owners[shard].epoch for shard, _, epoch in acks)
     figures.skipped_turns = record["skipped"]
-    figures.timeline = [tuple(b) for b in outage.timeline(record["batches"], LOST, killed_ns, TIMELINE_BIN_S)]
-    figures.timeline_others = [tuple(b) for b in outage.timeline(record["batches"], KEPT, killed_ns, TIMELINE_BIN_S)]
+    figures.timeline = [b.plain() for b in outage.timeline(record["batches"], LOST, killed_ns, outage.BIN_S)]
+    figures.timeline_others = [b.plain() for b in outage.timeline(record["batches"], KEPT, killed_ns, outage.BIN_S)]
     _conclude_kill(stage, started, pid)
 
 

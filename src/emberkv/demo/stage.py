@@ -33,8 +33,8 @@ ARENA_BYTES: Final = 1 << 30
 """Holds every block of every session twice over; a load of 32 blocks (94 MB) fits one connection's pins (an eighth)."""
 THREADS: Final = 2
 ENGINE_ENVIRONMENT: Final = {"OMP_WAIT_POLICY": "PASSIVE"}
-"""Torch's threads sleep while they wait for each other. The nodes share these cores; spinning threads take from them, and a
-forward beside any other work then takes several times as long (measured). All engines alike."""
+"""Torch's threads sleep while they wait for each other. The nodes share these cores; spinning threads take from them,
+and a forward beside any other work then takes several times as long (measured). All engines alike."""
 NEW_TOKENS: Final = 24
 ENGINE_START_S: Final = 120.0
 """The first start of all converts the model."""

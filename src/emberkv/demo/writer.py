@@ -2,8 +2,8 @@
 
 Why it exists: an outage is what a client sees, so a client measures it.
 Laws: only STORED is an acknowledgement; QUEUED, UNKNOWN and refusals are not. A put counts for the time after a moment
-    only if it BEGAN after it. Every probed shard is written at every tick, by lanes that take turns, so that a put which
-    waits for its deadline does not delay the next tick.
+    only if it BEGAN after it. Every probed shard is written at every tick, by lanes that take turns, so that a put
+    which waits for its deadline does not delay the next tick.
 Limits: started by the demo (`python -m emberkv.demo.writer`), spoken to in lines of JSON. Times are CLOCK_MONOTONIC in
     nanoseconds, which all processes of a machine share.
 
