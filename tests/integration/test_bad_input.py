@@ -21,12 +21,13 @@ from emberkv import Client, Level, PutStatus, RefuseReason
 from emberkv.cli.cluster import LocalCluster
 from emberkv.cli.probe import fetch_status
 from emberkv.config import ClusterConfig, NodeConfig, write
-from emberkv.messages import GetRequest, Hello, PutItem, PutRequest, Role
-from emberkv.net.local_link import close_fds, connect_local
-from emberkv.net.tcp import connect
+from emberkv.errors import Unavailable
+from emberkv.messages import GetRequest, Hello, PutFlag, PutItem, PutRequest, Role
+from emberkv.net.local_link import LocalLink, close_fds, connect_local
+from emberkv.net.tcp import TcpLink, connect
 from emberkv.types import BLOCK_BYTES_MAX
 from emberkv.wire.codec import encode
-from harness.blocks import eventually, key_of, value_of
+from harness.blocks import eventually, key_of, names_in_shards, value_of
 
 MIB = 1 << 20
 
@@ -215,6 +216,51 @@ def test_hostile_local_frames(cluster: LocalCluster) -> None:
         link.close()
         close_fds([fd for fd in (arena_fd, staging_fd) if fd >= 0])
     still_serves(cluster)
+
+
+def test_silent_local_connections_are_ended(cluster: LocalCluster) -> None:
+    silent = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(5)]
+    begun = time.monotonic()
+    for one in silent:
+        one.connect(str(cluster.node("n1").config.socket_path))
+        one.settimeout(8)
+    for one in silent:
+        assert one.recv(65536) == b""
+        one.close()
+    assert time.monotonic() - begun < 6
+    still_serves(cluster)
+
+
+def delete_without_reading(link: LocalLink | TcpLink, keys: list[bytes]) -> None:
+    """Sends session deletes as fast as they are taken, until the node ends the connection, and reads no answer."""
+    link.set_send_timeout_ms(500)
+    try:
+        for number in range(4000):
+            items = [PutItem(key, os.urandom(24), 0) for key in keys]
+            link.send(PutRequest(items, int(Level.SESSION), 2000, int(PutFlag.FRESH), 1, b"", True), number)
+    except Unavailable:
+        pass
+
+
+def test_clients_that_take_no_answers_do_not_hold_up_the_node(tmp_path: Path) -> None:
+    """Answers of puts leave from the threads that serve peers and time; those must never wait for a client."""
+    with LocalCluster(tmp_path, 2, arena_bytes=32 * MIB, failover_budget="1.5s") as pair:
+        pair.wait_ready(30)
+        path, address = str(pair.node("n1").config.socket_path), pair.statuses()[0]["addresses"]["tcp"]
+        with Client([pair.node("n1").endpoint]) as client:
+            owners = client.cluster_map().owners
+        far = {shard for shard, owner in enumerate(owners) if owner is not None and owner.primary == "n2"}
+        keys = [key_of(name) for name in names_in_shards("far", far, per_shard=2)][:128]
+        local, _, arena_fd, staging_fd = connect_local(path, hello(), 2000)
+        close_fds([arena_fd, staging_fd])
+        tcp, _ = connect(address, hello(), 2000)
+        for link in (local, tcp):
+            delete_without_reading(link, keys)
+        eventually("nothing waits", lambda: all(d["writes"] == d["hints"] == 0 for d in pair.statuses()), 10)
+        assert all(d["lease_open"] and not d["counters"].get("lease_lost") for d in pair.statuses())
+        local.close()
+        tcp.close()
+        assert "does not take its answers" in pair.node("n1").log_path.read_text()
 
 
 def test_truncated_put_over_tcp_stores_nothing(cluster: LocalCluster) -> None:

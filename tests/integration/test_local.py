@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -19,7 +21,8 @@ import pytest
 from emberkv.errors import ConfigError, HandshakeRefused, ProtocolError, Unavailable
 from emberkv.messages import ErrorFrame, GetRequest, Hello, MapRequest, Role, StatusReply, Unpin, Welcome
 from emberkv.net import LinkClosed, LinkTimeout
-from emberkv.net.local import LocalLink, LocalListener, connect_local
+from emberkv.net.local import LocalLink, LocalListener, close_fds, connect_local
+from emberkv.net.tcp import TcpLink, TcpListener
 from emberkv.types import DEFAULT_NAMESPACE
 from emberkv.wire.codec import BODY_BYTES_MAX, FRAME_BYTES_MAX, encode
 
@@ -353,6 +356,57 @@ def test_connections_are_bounded_and_the_refusal_says_so(path: str) -> None:
     for each in sockets:
         each.close()
     listener.close()
+
+
+def test_want_of_threads_costs_one_connection_not_the_door(
+    path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    listener = LocalListener(path, lambda link: link.recv() and None)
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(Unavailable, match="room"):
+        connect_local(path, HELLO, 500)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert listener.connections() == 0
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as second:
+        second.connect(path)
+        wait_for(lambda: listener.connections() == 1)
+    assert [record.message for record in caplog.records] == ["local connection refused: can't start new thread"]
+    listener.close()
+
+
+def test_want_of_descriptors_is_logged_once(path: str, caplog: pytest.LogCaptureFixture) -> None:
+    release = threading.Event()
+
+    def hold(link: LocalLink | TcpLink) -> None:
+        release.wait(5)
+
+    listener, tcp = LocalListener(path, hold), TcpListener("127.0.0.1:0", hold)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    waiting = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET), socket.socket()]
+    taken: list[int] = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, open_fds())) + 8, hard))
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        waiting[0].connect(path)
+        waiting[1].connect(("127.0.0.1", int(tcp.address.rpartition(":")[2])))
+        time.sleep(0.4)
+    finally:
+        release.set()
+        close_fds(taken)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    wait_for(lambda: all(one.recv(1) == b"" for one in waiting))
+    assert sorted("local" in record.message for record in caplog.records) == [False, True]
+    for one in waiting:
+        one.close()
+    listener.close()
+    tcp.stop()
 
 
 def test_a_bad_connection_ends_alone(path: str, caplog: pytest.LogCaptureFixture) -> None:

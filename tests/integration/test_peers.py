@@ -255,6 +255,16 @@ def test_unreachable_peers_cost_little(pool: FetchPool, peer: Peer) -> None:
         assert now_ns() - start < SECOND
 
 
+def test_an_unreachable_peer_is_logged_once(pool: FetchPool, peer: Peer, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    peer.signal(signal.SIGSTOP)
+    for _ in range(3):  # the wait, and so the text of the reason, differs each time
+        pool.get("peer", request(1), Area().place, now_ns() + SECOND // 10)
+        time.sleep(0.21)
+    assert sum("cannot fetch from peer" in record.message for record in caplog.records) == 1
+    peer.signal(signal.SIGCONT)
+
+
 def test_restarted_peer_is_reached_through_a_stale_connection(pool: FetchPool, peer: Peer) -> None:
     area = Area()
     pool.get("peer", request(2), area.place, now_ns() + 5 * SECOND)
@@ -376,6 +386,30 @@ def test_killed_peer_goes_down_and_its_successor_up(peer: Peer, streams: PeerStr
         wait_for(lambda: recorder.events[-1].startswith("down"))
         assert [event[:4] for event in recorder.events] == ["up p", "down", "up p", "down"]
     finally:
+        second.end()
+
+
+def test_the_end_at_an_old_address_is_told_before_the_beginning_at_a_new_one(peer: Peer) -> None:
+    """Else the core would take a peer that is up for one that is down, until the next loss."""
+    working = threading.Event()
+
+    class Slow(Recorder):
+        def on_message(self, peer: str, header: Header, message: Message, link: TcpLink) -> None:
+            working.set()
+            time.sleep(0.7)
+
+    recorder, second = Slow(), Peer()
+    streams = PeerStreams(STREAM, recorder.on_message, recorder.on_up, recorder.on_down)
+    try:
+        streams.set_peers({"peer": peer.address})
+        wait_for(lambda: push(streams, recorder, 1, b"x"))
+        assert working.wait(5)
+        streams.set_peers({"peer": second.address})
+        wait_for(lambda: len(recorder.events) == 3)
+        assert [event[:4] for event in recorder.events] == ["up p", "down", "up p"]
+        assert streams.peers_up() == ["peer"]
+    finally:
+        assert streams.stop()
         second.end()
 
 

@@ -86,6 +86,14 @@ def test_another_size_gets_a_slab_once_one_runs_empty():
     directory.check()
 
 
+def test_nothing_is_evicted_for_a_block_that_never_fits():
+    directory = Directory(MemoryTier(8 * 4096), block_bytes_max=4096)
+    for number in range(8):
+        directory.install(entry_of(directory, number))
+    assert directory.reserve(4097) is None
+    assert (directory.count(), directory.evictions) == (8, 0)
+
+
 def test_tombstones_hold_no_room_and_are_bounded(monkeypatch):
     monkeypatch.setattr(Directory, "TOMBSTONES_MAX", 3)
     directory = directory_of(8)

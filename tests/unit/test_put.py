@@ -44,6 +44,15 @@ def test_primary_stamps_in_order_and_streams_each_once():
     assert bare.put([K1], [b"more"], op=2)[-1].message.items[0].version == Version(5, 2)
 
 
+def test_block_over_the_arenas_slabs_is_too_large_and_costs_no_other_block():
+    bare = Bare(arena_slots=8, block_bytes_max=4096).join().own(in_sync=("a",), replicas=("a",))
+    for number in range(8):
+        assert done(bare.put([key_of(number)], [b"x"], op=number + 1)).outcomes[0].status is STORED
+    outcome = done(bare.put([key_of(9)], [bytes(8192)], op=99)).outcomes[0]
+    assert (outcome.status, outcome.reason) == (PutStatus.REFUSED, RefuseReason.TOO_LARGE)
+    assert bare.core.state.directory.count() == 8
+
+
 def test_put_that_is_not_fresh_only_fills():
     bare = primary()
     first = done(bare.put([K1], [b"one"])).outcomes[0]

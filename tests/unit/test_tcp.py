@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import socket
@@ -29,9 +30,9 @@ from emberkv.messages import (
     Welcome,
 )
 from emberkv.net import LinkClosed, LinkTimeout, now_ns
-from emberkv.net.overlap import recv_checked
+from emberkv.net.overlap import recv_digests
 from emberkv.net.tcp import TcpLink, TcpListener, connect, parse_address, serve_handshake
-from emberkv.types import DEFAULT_NAMESPACE, Version
+from emberkv.types import DEFAULT_NAMESPACE, Version, checksum
 from emberkv.wire.codec import encode, get_reply_bytes
 
 HELLO = Hello(Role.CLIENT, WIRE_VERSION, WIRE_VERSION, "", "default", "", bytes(16))
@@ -156,6 +157,34 @@ def test_close_from_another_thread_wakes_recv(links: tuple[TcpLink, TcpLink]) ->
         near.send(ExistsReply([0]), 1)
 
 
+def fill_up(link: TcpLink) -> None:
+    """Sends to a side that does not read."""
+    while True:
+        link.send_now(ExistsReply([0] * 128), 1)
+
+
+def test_send_now_waits_neither_for_a_sender_nor_for_a_reader(links: tuple[TcpLink, TcpLink]) -> None:
+    near, far = links
+    data = os.urandom(16 << 20)
+    sender = threading.Thread(target=near.send, args=(reply_of([len(data)]), 1, [memoryview(data)]))
+    sender.start()
+    far.recv()  # the sender stands in the middle of its payload
+    start = time.monotonic()
+    for number in range(3):
+        near.send_now(ExistsReply([0]), 10 + number)
+    assert time.monotonic() - start < 0.5
+    target = bytearray(len(data))
+    assert far.recv_payload([memoryview(target)]) == len(data)
+    assert bytes(target) == data, "a late frame got into the payload"
+    assert [far.recv()[0].request_id for _ in range(3)] == [10, 11, 12]
+    sender.join()
+    start = time.monotonic()
+    with pytest.raises(LinkTimeout):
+        fill_up(near)
+    assert near.closed
+    assert time.monotonic() - start < 5
+
+
 def test_frozen_reader_does_not_hold_the_sender(links: tuple[TcpLink, TcpLink]) -> None:
     near, _ = links
     near.set_send_timeout_ms(200)
@@ -177,18 +206,35 @@ def test_blocks_are_checked_while_the_rest_arrives(links: tuple[TcpLink, TcpLink
     sender_calls, near.send_ns = near.calls, 10_000_000 if contended else 0
     target = memoryview(bytearray(len(source)))
     views = [target[at : at + (1 << 20)] for at in range(0, len(source), 1 << 20)]
-    seen: list[int] = []
-
-    def check(first: int, last: int) -> None:
-        for index in range(first, last):
-            assert views[index] == source[index << 20 : (index + 1) << 20]
-            seen.append(index)
-
-    assert recv_checked(near, views, now_ns() + 5_000_000_000, check) == len(source)
+    received, digests = recv_digests(near, views, now_ns() + 5_000_000_000)
     sender.join()
-    assert seen == list(range(12))
+    assert received == len(source)
+    assert target == source
+    assert digests == [checksum(view) for view in views]
     if contended:
         assert near.calls - sender_calls == 1
+
+
+@pytest.mark.parametrize("contended", [False, True])
+def test_blocks_of_any_size_are_checked(
+    links: tuple[TcpLink, TcpLink], contended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    near, far = links
+    # Each segment seems slow: a busy thread came in the middle, so the rest of a block already begun is taken at once.
+    monkeypatch.setattr("emberkv.net.overlap.SEGMENT_SLOW_NS", -1 if contended else 1 << 60)
+    sizes = [1, 128 << 10, 100_000, 30_000, (128 << 10) + 1, 700_001, 5, 64 << 10, 65_537]
+    source = os.urandom(sum(sizes))
+    sender = threading.Thread(target=far.send, args=(reply_of(sizes), 1, [memoryview(source)]))
+    sender.start()
+    near.recv()
+    target = memoryview(bytearray(len(source)))
+    ends = list(itertools.accumulate(sizes))
+    views = [target[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+    received, digests = recv_digests(near, views, now_ns() + 5_000_000_000)
+    sender.join()
+    assert received == len(source)
+    assert target == source
+    assert digests == [checksum(view) for view in views]
 
 
 @pytest.mark.parametrize("sent", [0, 1, 3 << 20, (4 << 20) + 1])
@@ -197,11 +243,10 @@ def test_only_whole_blocks_are_checked(links: tuple[TcpLink, TcpLink], sent: int
     sender = threading.Thread(target=lambda: (far._socket.sendall(bytes(sent)), far.close()))
     sender.start()
     views = [memoryview(bytearray(1 << 20)) for _ in range(12)]
-    seen: list[int] = []
-    got = recv_checked(near, views, now_ns() + 5_000_000_000, lambda first, last: seen.extend(range(first, last)))
+    received, digests = recv_digests(near, views, now_ns() + 5_000_000_000)
     sender.join()
-    assert got == sent
-    assert seen == list(range(sent >> 20))
+    assert received == sent
+    assert digests == [checksum(bytes(1 << 20))] * (sent >> 20)
 
 
 @pytest.mark.parametrize("ending", ["deadline", "eof"])

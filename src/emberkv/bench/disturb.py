@@ -1,6 +1,6 @@
-"""What a benchmark does to its machine on purpose: cold caches, a busy Python thread, processes kept on given cores.
+"""What a benchmark does to its machine on purpose: a busy Python thread, and processes kept on given cores.
 
-Why it exists: an idle machine with warm caches flatters everyone; an engine process is neither.
+Why it exists: an idle machine flatters everyone; an engine process is not idle.
 Laws: what is disturbed is put back when the context ends.
 """
 
@@ -10,24 +10,6 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final
-
-import numpy as np
-
-EVICT_BYTES: Final = 256 << 20
-"""Eight times the largest last-level cache that we measured on."""
-
-
-class CacheEvictor:
-    """Makes the CPU caches cold by reading and writing memory that nobody needs."""
-
-    def __init__(self, size: int = EVICT_BYTES) -> None:
-        self._memory = np.zeros(size // 8, np.int64)
-        self._memory += 1  # real pages, not the zero page
-
-    def __call__(self) -> None:
-        """Touches all of it, about 30 ms."""
-        self._memory += 1
 
 
 class BusyThread:

@@ -23,7 +23,7 @@ RELEASING: Final = frozenset(
         # numpy: everything that copies or gathers
         "take", "copyto", "copy", "tobytes", "choose", "compress", "astype", "__setitem__", "concatenate",
         # time, select, os, mmap
-        "sleep", "poll", "select", "read", "write", "readv", "writev", "preadv", "pwritev", "pidfd_open", "flush", "madvise",
+        "sleep", "poll", "select", "read", "write", "readv", "writev", "preadv", "pwritev", "flush", "madvise",
         # xxhash releases above about 100 KiB
         "xxh3_128_digest", "xxh3_128_intdigest", "xxh3_128_hexdigest", "xxh3_128", "update",
         # torch

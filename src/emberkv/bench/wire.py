@@ -28,7 +28,7 @@ import emberkv
 from emberkv.bench import wire_core, wire_idle, wire_local, wire_tcp
 from emberkv.bench.case import Case, Progress
 from emberkv.bench.node_process import BenchNode
-from emberkv.bench.workload import FULL, QUICK, Scale
+from emberkv.bench.workload import FULL, QUICK
 from emberkv.errors import ConfigError, EmberError
 
 GROUPS: Final = ("tcp", "local", "core", "idle")
@@ -90,7 +90,7 @@ def run(
             if "local" in groups:
                 cases += wire_local.run(node, scale, progress)
     if "core" in groups:
-        cases += wire_core.run(quick, progress)
+        cases += wire_core.run(progress)
     if "idle" in groups:
         cases += wire_idle.run(scale, progress)
     judged = [case for case in cases if case.ok is not None]
@@ -123,15 +123,19 @@ def table(report: dict[str, Any]) -> Table:
     """The cases for people."""
     shown = Table(title=f"emberkv bench wire: {report['goals_met']} of {report['goals']} goals met")
     for name in ("case", "measured", "reference", "ratio", "goal", ""):
-        shown.add_column(name, justify="right" if name in ("measured", "ratio") else "left")
+        shown.add_column(name, justify="right" if name in ("measured", "reference", "ratio") else "left", no_wrap=True)
     for case in report["cases"]:
-        reference = ""
-        if case["reference"]:
-            amount = case["reference_value"]
-            reference = f"{amount:.4g} {case['reference']}" if amount is not None else case["reference"]
+        amount = case["reference_value"]
         verdict = {True: "[green]ok[/]", False: "[red]missed[/]", None: ""}[case["ok"]]
-        ratio = f"{case['ratio']:.2f}" if case["ratio"] is not None else ""
-        shown.add_row(case["name"], f"{case['value']:.4g} {case['unit']}", reference, ratio, case["goal"], verdict)
+        shown.add_row(
+            case["name"],
+            f"{case['value']:.4g} {case['unit']}",
+            f"{amount:.4g}" if amount is not None else "",
+            f"{case['ratio']:.2f}" if case["ratio"] is not None else "",
+            case["goal"],
+            verdict,
+        )
+    shown.caption = "What each reference is, and the figures behind a case: --json"
     return shown
 
 

@@ -31,7 +31,7 @@ def run(node: BenchNode, scale: Scale, progress: Progress) -> list[Case]:
             blocks = make_blocks(count, size, "tcp")
             store(client, blocks)
             check(client, blocks)
-            with BarePair(memoryview(blocks.dest.reshape(-1))) as bare:
+            with BarePair(blocks.dest.reshape(-1).data) as bare:
                 progress(f"tcp_get_{name}: batches in turn with the bare pair")
                 cases += _batches(name, node, client, bare, blocks, scale)
                 progress(f"tcp_get_{name}_busy: the same beside a busy Python thread")
@@ -121,7 +121,7 @@ def _pings(node: BenchNode, client: Client, scale: Scale) -> list[Case]:
     check(client, blocks)
     cases = []
     first, second = two_cores()
-    with BarePair(memoryview(blocks.dest.reshape(-1))) as bare:
+    with BarePair(blocks.dest.reshape(-1).data) as bare:
         for name, serving in (("tcp_get_4KiB", second), ("tcp_get_4KiB_one_core", first)):
             tail: list[float] = []
 

@@ -1,6 +1,7 @@
 """The blocks that benchmarks store and load, and the scale at which they run.
 
-Laws: keys and bytes are the same in every run; what was loaded is compared with what was stored, outside the timed part.
+Laws: keys and bytes are the same in every run; what was loaded is compared with what was stored, but never
+while time is taken.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ class Scale(msgspec.Struct, frozen=True):
     batches: int = 15
     """Batched gets of each kind per round."""
     pings: int = 400
-    cold: int = 5
-    """Samples per round that need cold caches, 30 ms each."""
-    arena_bytes: int = 768 << 20
+    cold: int = 16
+    """Samples per round of cases that read cold memory."""
+    cold_sets: int = 8
+    """Sets of 32 MiB that they go round through: eight times the largest last-level cache that we measured on."""
+    arena_bytes: int = 1024 << 20
     iperf3_s: float = 1.0
     connections: int = 1000
     active: int = 64
@@ -43,7 +46,8 @@ QUICK: Final = Scale(
     rounds=2,
     batches=2,
     pings=20,
-    cold=1,
+    cold=2,
+    cold_sets=2,
     arena_bytes=512 << 20,
     iperf3_s=0.0,
     connections=40,
@@ -69,13 +73,14 @@ class Blocks(msgspec.Struct, frozen=True):
         return int((self.dest != self.data).any(axis=1).sum())
 
 
-def make_blocks(count: int, size: int, salt: str = "") -> Blocks:
-    """Blocks whose bytes no compressor or zero page could help with."""
+def make_blocks(count: int, size: int, salt: str = "", dest: Bytes | None = None) -> Blocks:
+    """Blocks whose bytes no compressor or zero page could help with; `dest` defaults to memory of their own."""
     keys = [hashlib.sha256(f"{salt} {size} {index}".encode()).digest() for index in range(count)]
-    seed = np.random.default_rng(size)
+    seed = np.random.default_rng([size, *salt.encode()])
     data = np.frombuffer(prefaulted(count * size), np.uint8).reshape(count, size)
     data[:] = seed.integers(0, 256, (count, size), np.uint8)
-    dest = np.frombuffer(prefaulted(count * size), np.uint8).reshape(count, size)
+    if dest is None:
+        dest = np.frombuffer(prefaulted(count * size), np.uint8).reshape(count, size)
     return Blocks(keys, data, dest)
 
 

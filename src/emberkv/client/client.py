@@ -43,6 +43,7 @@ from emberkv.types import (
     Hit,
     Level,
     Miss,
+    Namespace,
     PrefixMatch,
     PutOutcome,
 )
@@ -90,6 +91,7 @@ class Client:
         self.namespace, self.tenant, self.cluster_id = namespace, tenant, cluster_id
         self._staging_bytes = staging_bytes
         self._job_bytes_max = job_bytes_max
+        self._namespace: Namespace | None = None
         self.counters = Counters()
         self._renew()
         self._pool = Pool(
@@ -120,17 +122,24 @@ class Client:
             self._staging_bytes if lane == SAVE else 0,
         )
 
+    def _geometry(self) -> Namespace | None:
+        """The namespace as a node described it; None until one did. It is fixed at creation, so once is enough."""
+        if self._namespace is None:
+            welcome = self._pool.welcome()
+            self._namespace = welcome.namespace if welcome else None
+        return self._namespace
+
     @property
     def block_bytes_max(self) -> int:
         """Largest value that the namespace takes, in bytes."""
-        welcome = self._pool.welcome()
-        return welcome.namespace.block_bytes_max if welcome else BLOCK_BYTES_MAX
+        namespace = self._geometry()
+        return namespace.block_bytes_max if namespace else BLOCK_BYTES_MAX
 
     def _level(self, level: Level | int | None) -> int:
         if level is not None:
             return int(Level(level))
-        welcome = self._pool.welcome()
-        return welcome.namespace.level if welcome else int(Level.EVENTUAL)
+        namespace = self._geometry()
+        return namespace.level if namespace else int(Level.EVENTUAL)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -55,7 +55,7 @@ class Arena:
         self._rows: dict[int, Bytes] = {}
 
     def rows(self, width: int = SLOT_ALIGN) -> Bytes:
-        """The arena as rows of `width` bytes: uint8 [arena_bytes // width, width]. A few widths per block size occur."""
+        """The arena as rows of `width` bytes: uint8 [arena_bytes // width, width]. A block size has a few widths."""
         found = self._rows.get(width)
         if found is None:
             found = self._rows[width] = self.data[: len(self.data) // width * width].reshape(-1, width)
@@ -68,6 +68,7 @@ class Connection:
     __slots__ = (
         "_next_id",
         "_open",
+        "_receive_blocks",
         "arena",
         "early",
         "endpoint",
@@ -89,6 +90,7 @@ class Connection:
         welcome: Welcome,
         arena: Arena | None = None,
         staging: StagingMap | None = None,
+        receive_blocks: Callable[[TcpLink, Sequence[memoryview], int], tuple[int, list[bytes]]] | None = None,
     ) -> None:
         self.endpoint = endpoint
         self.lane = lane
@@ -99,6 +101,7 @@ class Connection:
         self.welcome = welcome
         self.arena = arena
         self.staging = staging
+        self._receive_blocks = receive_blocks
         self.reused = False
         """True once a call ended well on it: a loss at the next use may then only mean that the node restarted."""
         self.early: dict[int, Message] = {}
@@ -120,6 +123,11 @@ class Connection:
         """Sends a message that has no answer; any thread may. Raises LinkClosed or LinkTimeout."""
         self.link.set_send_timeout_ms(ms_left(deadline_ns))
         self.link.send(message, 0)
+
+    def post_at_once(self, message: Message) -> None:
+        """`post` over a local link that never waits: LinkTimeout when the node's queue is full."""
+        assert self.unix is not None
+        self.unix.send(message, 0, wait=False)
 
     def receive(self, kind: type[Reply], request_id: int, deadline_ns: int, size: int = 0) -> Reply:
         """The answer to `request_id`; `size` is its exact length if known, which saves a call over TCP.
@@ -155,6 +163,12 @@ class Connection:
         self.tcp.set_recv_timeout_ms(ms_left(deadline_ns))
         return self.tcp.recv()
 
+    def receive_blocks(self, buffers: Sequence[memoryview], deadline_ns: int) -> list[bytes]:
+        """Over TCP: the payload of an answer, into `buffers`; the checksum of each that arrived whole, in order."""
+        assert self._receive_blocks is not None
+        assert self.tcp is not None
+        return self._receive_blocks(self.tcp, buffers, deadline_ns)[1]
+
     def close(self) -> None:
         """Ends the connection; the node then gives back its pins and staging."""
         self.link.close()
@@ -166,10 +180,12 @@ def dial(endpoint: Endpoint, hello: Hello, lane: str, timeout_ms: int, known: Ar
     Raises Unavailable, HandshakeRefused, ProtocolError.
     """
     if not endpoint.local:
-        from emberkv.net.tcp import connect  # an engine beside its node never loads TCP
+        # An engine beside its node never loads TCP.
+        from emberkv.net.overlap import recv_digests
+        from emberkv.net.tcp import connect
 
         tcp, welcome = connect(endpoint.address, hello, timeout_ms)
-        return Connection(endpoint, lane, tcp, welcome)
+        return Connection(endpoint, lane, tcp, welcome, receive_blocks=recv_digests)
     link, welcome, arena_fd, staging_fd = connect_local(endpoint.address, hello, timeout_ms)
     try:
         arena = known if known is not None and known.incarnation == welcome.incarnation else None

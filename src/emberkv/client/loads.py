@@ -13,10 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
-from emberkv.checksum import checksum_held
 from emberkv.client.asking import SlowAnswer, await_reply, node_deadline_ms, passed
 from emberkv.client.connection import Connection
-from emberkv.client.pool import LOAD, Node, Pool
+from emberkv.client.pool import LOAD, Node, Pool, assigned
 from emberkv.client.routing import Endpoint, group_gets, split_batches
 from emberkv.client.sinks import Pick, Sink
 from emberkv.errors import EmberError, ProtocolError
@@ -61,6 +60,8 @@ class Load:
         self.tries = 0
         self._tried: set[Endpoint] = set()
         self._restarted: list[Node] = []
+        self._alone = False
+        """The node that is asked over TCP was the only one to ask."""
 
     def run(self) -> None:
         """Tries nodes until every key is answered, the deadline has come, or nobody is left to ask."""
@@ -168,7 +169,7 @@ class Load:
                 self.reasons[index] = MissReason.DEADLINE
         if reply.pin:
             # Also proves that the node had not ended this connection, and with it our pins, while we copied.
-            connection.post(Unpin([reply.pin]), self.deadline_ns)
+            connection.post_at_once(Unpin([reply.pin]))
         self._done(copied)
         return [index for index in indices if self.reasons[index] is MissReason.QUOTA] if picks else []
 
@@ -182,6 +183,9 @@ class Load:
 
     def _far(self, nodes: list[Node], indices: list[int]) -> list[int]:
         """Loads over TCP; returns the indices to ask elsewhere."""
+        self._alone = len(nodes) == 1
+        if self._alone and len(indices) <= BATCH_KEYS_MAX:
+            return self._far_one(nodes[0], indices)
         asked: list[tuple[Node, Connection, list[tuple[int, list[int]]]]] = []
         again: list[int] = []
         for node, members in self._choose(nodes, indices):
@@ -207,15 +211,29 @@ class Load:
         again.sort()
         return again
 
+    def _far_one(self, node: Node, indices: list[int]) -> list[int]:
+        """One request to the only node, written straight: what a single get may cost is counted in microseconds."""
+        connection = self._lend(node)
+        if connection is None:
+            return indices
+        calls = connection.link.calls
+        try:
+            request_id = connection.send(self._request(indices, 0), self.deadline_ns)
+            again = self._far_batch(node, connection, request_id, indices)
+        except EmberError as error:
+            self._lost(node, connection, error)
+            again = self._open(indices)
+        else:
+            self.pool.give(node, connection)
+        self.gil_returns += connection.link.calls - calls
+        return again
+
     def _choose(self, nodes: list[Node], indices: list[int]) -> list[tuple[Node, list[int]]]:
-        """Whom to ask for what, in one order for all callers, so that no two wait for each other's connections."""
-        if len(nodes) == 1:  # nothing to choose, and no key to hash for it
+        """Whom to ask for what."""
+        if self._alone:  # nothing to choose, and no key to hash for it
             return [(nodes[0], indices)]
         by_name = {node.name: node for node in reversed(nodes) if node.name and not node.endpoint.local}
-        groups = group_gets(self.keys, indices, self.pool.cluster, by_name)
-        chosen = [(by_name.get(name, nodes[0]), members) for name, members in groups.items()]
-        chosen.sort(key=lambda item: item[0].endpoint)
-        return chosen
+        return assigned(group_gets(self.keys, indices, self.pool.cluster, by_name), by_name, nodes[0])
 
     def _far_answers(self, node: Node, connection: Connection, sent: list[tuple[int, list[int]]]) -> list[int]:
         again: list[int] = []
@@ -263,33 +281,25 @@ class Load:
 
         A block that was refused before is received, because it is on the way, and forgotten.
         """
-        from emberkv.net.overlap import recv_checked  # an engine beside its node never loads TCP
-
-        assert connection.tcp is not None
+        if not buffers:
+            return [], True
         reasons, versions = self.reasons, self.versions
         bad: list[int] = []
-        checked = 0
-
-        def check(first: int, last: int) -> None:
-            nonlocal checked
-            for (index, info), buffer in zip(picks[first:last], buffers[first:last], strict=True):
-                if reasons[index] is not MissReason.UNREACHABLE:
-                    continue
-                if checksum_held(buffer) == info.checksum:
-                    reasons[index] = MissReason.NONE
-                    versions[index] = info.version
-                else:
-                    reasons[index] = MissReason.CHECKSUM
-                    bad.append(index)
-            checked = last
-
-        if buffers:
-            recv_checked(connection.tcp, buffers, self._payload_deadline_ns(node), check)
-        return bad, checked == len(buffers)
+        digests = connection.receive_blocks(buffers, self._payload_deadline_ns(node))
+        for (index, info), digest in zip(picks, digests, strict=False):
+            if reasons[index] is not MissReason.UNREACHABLE:
+                continue
+            if digest == info.checksum:
+                reasons[index] = MissReason.NONE
+                versions[index] = info.version
+            else:
+                reasons[index] = MissReason.CHECKSUM
+                bad.append(index)
+        return bad, len(digests) == len(buffers)
 
     def _payload_deadline_ns(self, node: Node) -> int:
         """A node that stops in the middle leaves time to ask another one for the rest."""
-        if not self.pool.candidates((node.endpoint, *self._tried)):
+        if self._alone or not self.pool.candidates((node.endpoint, *self._tried)):
             return self.deadline_ns
         now = now_ns()
         return now + (self.deadline_ns - now) * 6 // 10

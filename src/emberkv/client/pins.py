@@ -8,7 +8,6 @@ Limits: a connection pins at most what the node allows; keys beyond that have re
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from types import TracebackType
 
@@ -17,11 +16,9 @@ from emberkv.client.connection import Connection
 from emberkv.client.pool import PIN, Node, Pool
 from emberkv.errors import EmberError, ProtocolError
 from emberkv.messages import GetFlag, GetReply, GetRequest, Unpin
-from emberkv.net import now_ns
 from emberkv.types import MissReason
 
-UNPIN_MS = 100
-"""A live node takes an unpin at once; a frozen one must not hold the engine longer than this."""
+REASONS = tuple(MissReason)
 
 
 class Pinned:
@@ -46,11 +43,14 @@ class Pinned:
             return self._whole
         for view in self.views:
             if view is not None:
-                with contextlib.suppress(BufferError):  # an array of the caller still looks through it
+                try:
                     view.release()
+                except BufferError:
+                    pass  # an array of the caller still looks through it
         if self._pin:
             try:
-                connection.post(Unpin([self._pin]), now_ns() + UNPIN_MS * 1_000_000)
+                # Room for an unpin is always there, unless the node has stood still for thousands of them.
+                connection.post_at_once(Unpin([self._pin]))
             except EmberError:
                 connection.close()
                 self._whole = False
@@ -101,4 +101,4 @@ def _ask(pool: Pool, node: Node, connection: Connection, keys: Sequence[bytes], 
         if end > size:
             raise ProtocolError("the node named a block outside its arena")
         views.append(arena[info.offset : end])
-    return Pinned(connection, reply.pin, views, [MissReason(info.reason) for info in reply.infos])
+    return Pinned(connection, reply.pin, views, [REASONS[info.reason] for info in reply.infos])

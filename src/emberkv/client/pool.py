@@ -14,7 +14,7 @@ import os
 import random
 import threading
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Final, TypeVar
 
 from emberkv.client.connection import Arena, Connection, dial, ms_left
@@ -79,6 +79,20 @@ class Node:
         self.reason = ""
 
 
+def assigned(
+    groups: Mapping[str, list[int]], by_name: Mapping[str, Node], anyone: Node
+) -> list[tuple[Node, list[int]]]:
+    """Whom to ask for which indices, of groups by name; `anyone` takes those of names that are not usable.
+
+    Each node once, and in one order for all callers: so no two of them hold a connection that the other waits for.
+    """
+    merged: dict[Endpoint, tuple[Node, list[int]]] = {}
+    for name, members in groups.items():
+        node = by_name.get(name, anyone)
+        merged.setdefault(node.endpoint, (node, []))[1].extend(members)
+    return [(node, sorted(members)) for _, (node, members) in sorted(merged.items())]
+
+
 class Pool:
     """Lends connections; learns nodes from the map; brings failed ones back in a background thread (the keeper)."""
 
@@ -107,6 +121,8 @@ class Pool:
         # The lock itself where nobody waits: a Condition is entered and left in Python.
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
+        self._waiting = 0
+        """Callers that wait for a connection."""
         self._wake = threading.Event()
         self._keeper: threading.Thread | None = None
         self._map_due = True
@@ -190,9 +206,17 @@ class Pool:
                     node.open[lane] = node.open.get(lane, 0) + 1
                     break
                 left_ns = deadline_ns - now_ns()
-                if left_ns <= 0 or not self._changed.wait(left_ns / 1e9):
+                if left_ns <= 0 or not self._wait(left_ns):
                     raise Unavailable(f"all {CONNECTIONS_MAX[lane]} {lane} connections to {node.endpoint} are busy")
         return self._dial(node, lane, min(self._connect_timeout_ms, ms_left(deadline_ns)))
+
+    def _wait(self, left_ns: int) -> bool:
+        """Waits for a connection to come back, with the lock held; False after `left_ns`."""
+        self._waiting += 1
+        try:
+            return self._changed.wait(left_ns / 1e9)
+        finally:
+            self._waiting -= 1
 
     def _dial(self, node: Node, lane: str, timeout_ms: int) -> Connection:
         """Opens a connection whose place in `open` is taken already."""
@@ -226,7 +250,8 @@ class Pool:
                 self._discard(node, connection)
             else:
                 node.idle.setdefault(connection.lane, []).append(connection)
-            self._changed.notify()
+            if self._waiting:
+                self._changed.notify()
 
     def drop(self, node: Node, connection: Connection, error: EmberError | None) -> None:
         """Takes a connection back that cannot be used again; with `error`, the node failed and is passed over.

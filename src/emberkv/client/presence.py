@@ -12,7 +12,7 @@ from typing import Final
 
 from emberkv.client.asking import SlowAnswer, await_reply, node_deadline_ms
 from emberkv.client.connection import Connection
-from emberkv.client.pool import LOAD, Node, Pool
+from emberkv.client.pool import LOAD, Node, Pool, assigned
 from emberkv.client.routing import Endpoint, group_gets, split_batches
 from emberkv.errors import EmberError, ProtocolError
 from emberkv.messages import ExistsReply, ExistsRequest
@@ -47,10 +47,7 @@ def _ask(
     by_name = {node.name: node for node in reversed(nodes) if node.name and not node.endpoint.local}
     groups = {"": pending} if nodes[0].endpoint.local else group_gets(keys, pending, pool.cluster, by_name)
     sent: list[tuple[Node, Connection, list[tuple[int, list[int]]]]] = []
-    for node, members in sorted(
-        ((by_name.get(name, nodes[0]) if name else nodes[0], members) for name, members in groups.items()),
-        key=lambda item: item[0].endpoint,
-    ):
+    for node, members in assigned(groups, by_name, nodes[0]):
         try:
             connection = pool.lend(node, LOAD, deadline_ns, fresh=True)
         except EmberError:

@@ -135,13 +135,19 @@ def split_batches(indices: Sequence[int], most: int = BATCH_KEYS_MAX) -> list[li
 
 
 def split_by_bytes(
-    indices: Sequence[int], lengths: Sequence[int], bytes_most: int, most: int = BATCH_KEYS_MAX
+    indices: Sequence[int], lengths: Sequence[int], bytes_most: int, most: int = BATCH_KEYS_MAX, *, bytes_first: int = 0
 ) -> list[list[int]]:
-    """Indices cut into pieces of at most `most` items and `bytes_most` bytes; an item above that stands alone."""
+    """Indices cut into pieces of at most `most` items and `bytes_most` bytes; an item above that stands alone.
+
+    With `bytes_first` the pieces grow: the first has at most so many bytes, each next one twice as many.
+    """
     pieces: list[list[int]] = []
     total = 0
+    room = min(bytes_first or bytes_most, bytes_most)
     for index in indices:
-        if not pieces or len(pieces[-1]) == most or total + lengths[index] > bytes_most:
+        if not pieces or len(pieces[-1]) == most or total + lengths[index] > room:
+            if pieces:
+                room = min(2 * room, bytes_most)
             pieces.append([])
             total = 0
         pieces[-1].append(index)

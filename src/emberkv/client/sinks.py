@@ -75,7 +75,7 @@ def row_index(arena: Arena, picks: Sequence[Pick], width: int, lengths: Sequence
     for start, count in zip(starts.tolist(), counts, strict=True):
         for first in range(0, count, UFUNC_HELD_MAX):
             step = min(count - first, UFUNC_HELD_MAX)
-            index[at : at + step] = np.arange(start + first, start + first + step)
+            index[at : at + step] = np.arange(start + first, start + first + step)  # numpy copy
             at += step
     return index
 

@@ -21,7 +21,7 @@ from emberkv.core.eviction import Residency
 from emberkv.errors import InvariantViolation
 from emberkv.messages import BlockInfo
 from emberkv.ports import Slot, Tier
-from emberkv.types import NO_VERSION, SHARDS, EntryState, MissReason, Version, shard_of
+from emberkv.types import BLOCK_BYTES_MAX, NO_VERSION, SHARDS, EntryState, MissReason, Version, shard_of
 
 NO_PUT_ID = b"\0" * 24
 
@@ -90,8 +90,10 @@ class Directory:
     TOMBSTONES_MAX = 65536
     """Deletes that are remembered, about 20 MB; beyond it the oldest is forgotten and counted (P8)."""
 
-    def __init__(self, tier: Tier) -> None:
+    def __init__(self, tier: Tier, block_bytes_max: int = BLOCK_BYTES_MAX) -> None:
+        """`block_bytes_max`: longest block that ever fits; nothing is evicted for a longer one."""
         self.tier = tier
+        self._block_bytes_max = block_bytes_max
         self.shards: list[dict[bytes, Entry]] = [{} for _ in range(SHARDS)]
         self.residency = Residency()
         self.evicted: OrderedDict[bytes, Version] = OrderedDict()
@@ -178,10 +180,11 @@ class Directory:
             self.entry_bytes -= entry.length
 
     def reserve(self, length: int) -> Slot | None:
-        """Room for `length` bytes, evicting in policy order when there is none; None when all is in use."""
+        """Room for `length` bytes, evicting in policy order when there is none; None when all is in use, or when a
+        block of this length never fits."""
         reserve = self.tier.reserve
         slot = reserve(length)
-        if slot is not None:
+        if slot is not None or length > self._block_bytes_max:
             return slot
         for entry in self._victims(length):
             self.evict(entry)

@@ -37,6 +37,7 @@ from emberkv.types import (
 )
 
 _NO_SPACE = PutOutcome(PutStatus.REFUSED, reason=RefuseReason.NO_SPACE)
+_TOO_LARGE = PutOutcome(PutStatus.REFUSED, reason=RefuseReason.TOO_LARGE)
 _FENCED = PutOutcome(PutStatus.REFUSED, reason=RefuseReason.FENCED)
 _BAD_BYTES = PutOutcome(PutStatus.REFUSED, reason=RefuseReason.CHECKSUM)
 _UNSUPPORTED = PutOutcome(PutStatus.REFUSED, reason=RefuseReason.LEVEL_UNSUPPORTED)
@@ -94,7 +95,7 @@ class Put:
             elif not event.delete:
                 slots[index] = slot = self.state.directory.reserve(item.length)
                 if slot is None:
-                    outcomes[index] = _NO_SPACE
+                    outcomes[index] = _TOO_LARGE if item.length > self.state.settings.block_bytes_max else _NO_SPACE
         op = PutOp(event.op, event, slots, outcomes)
         self.ops[event.op] = op
         if event.delete:

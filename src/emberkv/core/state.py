@@ -14,6 +14,7 @@ from emberkv.core.effects import Effect, Note, Send
 from emberkv.core.view import ClusterView
 from emberkv.messages import Message, NodeAddress
 from emberkv.ports import Slot, Tier
+from emberkv.types import BLOCK_BYTES_MAX
 
 HINTS_MAX = 65536
 """Waiting hints; beyond it the oldest is dropped and counted (P8)."""
@@ -43,6 +44,8 @@ class Settings(msgspec.Struct, frozen=True):
     commit_ns: int = 50_000_000
     """c of the budget: coordinator commit, p99.9."""
     hint_bytes_max: int = 256 << 20
+    block_bytes_max: int = BLOCK_BYTES_MAX
+    """Longest block that fits into a slab of this node's arena."""
     previous_incarnation: bytes = b""
     """Read from the locked data directory: proof that the process that wrote it is gone."""
 
@@ -62,7 +65,7 @@ class State:
 
     def __init__(self, settings: Settings, tier: Tier) -> None:
         self.settings = settings
-        self.directory = Directory(tier)
+        self.directory = Directory(tier, settings.block_bytes_max)
         self.view = ClusterView(settings.name)
         self.counters: Counter[str] = Counter()
         self.out: list[Effect] = []

@@ -37,11 +37,10 @@ def flip(stage: Stage, engine_b: Child, engine_r: Child) -> None:
     at = place.length // 2
     was, is_now = flip_byte(stage.node_pid(NEAR_B), place.arena_inode, place.offset + at)
     screen.say(f"byte {at} of block {FLIPPED_BLOCK} in the memory of {NEAR_B}: {was:#04x} is now {is_now:#04x}")
-    before_near, before_other = probe.counters(near), probe.counters(stage.endpoint(OTHER))
+    found, fetched = -probe.counter(near, "bad_copies"), -probe.counter(stage.endpoint(OTHER), "get_hits")
     answer = engine_b.ask("generate", ANSWER_S, session=0, new_tokens=NEW_TOKENS)
-    after_near, after_other = probe.counters(near), probe.counters(stage.endpoint(OTHER))
-    found = after_near.get("bad_copies", 0) - before_near.get("bad_copies", 0)
-    fetched = after_other.get("get_hits", 0) - before_other.get("get_hits", 0)
+    found += probe.counter(near, "bad_copies")
+    fetched += probe.counter(stage.endpoint(OTHER), "get_hits")
     repaired = probe.placed(near, key)
     mended = repaired is not None and repaired.intact and repaired.checksum == place.checksum
     same = stage.compare("d", 0, answer, stage.reference(engine_r, 0, answer["loaded_tokens"])).tokens_identical

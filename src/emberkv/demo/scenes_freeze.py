@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 from emberkv.demo import probe
@@ -46,7 +47,7 @@ class Frozen(NamedTuple):
 
     session: int
     answer: Message
-    victims: tuple[str, ...]
+    victims: Sequence[str]
     frozen_after_s: float
     arrived_bytes: int
     blocks_wanted: int
@@ -74,7 +75,7 @@ def play(stage: Stage, engine_b: Child, engine_r: Child) -> None:
     count = len(stage.sessions)
     wire, wire_ok = _over_the_wire(stage, engine_b, engine_r)
     one, one_ok = _one_frozen(stage, engine_b, engine_r, 1)
-    everyone, all_ok = _all_frozen(stage, engine_b, engine_r, min(2, count - 1))
+    everyone, all_ok = _all_frozen(stage, engine_b, engine_r, 2 if count > 2 else 1)
     thawed, thawed_ok = _thawed(stage, engine_b, engine_r, everyone["session"])
     ok = wire_ok and one_ok and all_ok and thawed_ok
     outcome = (
@@ -126,8 +127,9 @@ def _one_frozen(stage: Stage, engine_b: Child, engine_r: Child, session: int) ->
 
 
 def _all_frozen(stage: Stage, engine_b: Child, engine_r: Child, session: int) -> tuple[dict[str, Any], bool]:
-    for attempt in range(1, ATTEMPTS_MAX + 1):  # noqa: B007  (told below)
-        _warm(stage, engine_b)
+    for attempt in range(1, ATTEMPTS_MAX + 1):
+        if attempt > 1 or session == 1:  # the node has this session's blocks
+            _warm(stage, engine_b)
         frozen = _frozen_load(stage, engine_b, session, everyone=True)
         if frozen.broken:
             break
@@ -184,17 +186,20 @@ def _attach(stage: Stage, engine_b: Child) -> None:
 
 def _frozen_load(stage: Stage, engine_b: Child, session: int, *, everyone: bool) -> Frozen:
     """Starts a load and freezes the holder that sends, or all of them, while its bytes arrive."""
-    missing = probe.held(stage.endpoint(NEAR), stage.keys(session)).count(False)
-    load_bytes = missing * int(stage.report.model["block_bytes"])
     _attach(stage, engine_b)
-    served = {node: _served(stage, node) for node in SURVIVORS}
-    with probe.Arrivals(stage.endpoint(NEAR)) as arrivals:
+    with probe.Look(stage.endpoint(NEAR)) as near, probe.Look(stage.endpoint(SURVIVORS[0])) as holder:
+        wanted = near.held(stage.keys(session)).count(False)
+        load_bytes = wanted * int(stage.report.model["block_bytes"])
+        arrivals = probe.Arrivals(near)
+        served = holder.counter("get_hits")
         engine_b.send("generate", session=session, new_tokens=NEW_TOKENS)
         begun = time.perf_counter()
         while arrivals.count_bytes() < FREEZE_SHARE * load_bytes:
             if time.perf_counter() - begun > DEADLINE_MS / 1000:
                 break
-        victims = SURVIVORS if everyone else (max(SURVIVORS, key=lambda node: _served(stage, node) - served[node]),)
+        victims: Sequence[str] = SURVIVORS
+        if not everyone:  # a holder counts before it sends
+            victims = SURVIVORS[:1] if holder.counter("get_hits") > served else SURVIVORS[1:]
         try:
             for victim in victims:
                 stage.cluster.kill(victim, signal.SIGSTOP)
@@ -204,17 +209,12 @@ def _frozen_load(stage: Stage, engine_b: Child, session: int, *, everyone: bool)
         finally:
             for victim in victims:
                 stage.cluster.kill(victim, signal.SIGCONT)
+        del arrivals
     stage.screen.say(
         f"SIGSTOP {' and '.join(victims)} {frozen_after_s * 1000:.0f} ms into the load of "
-        f"{stage.sessions[session]['name']}: "
-        f"{arrived / 1e6:.0f} of {load_bytes / 1e6:.0f} MB had arrived"
+        f"{stage.sessions[session]['name']}: {arrived / 1e6:.0f} of {load_bytes / 1e6:.0f} MB had arrived"
     )
-    return Frozen(session, engine_b.receive(ANSWER_S), victims, frozen_after_s, arrived, missing)
-
-
-def _served(stage: Stage, node: str) -> int:
-    """Blocks that a node has answered with, ever."""
-    return probe.counters(stage.endpoint(node)).get("get_hits", 0)
+    return Frozen(session, engine_b.receive(ANSWER_S), victims, frozen_after_s, arrived, wanted)
 
 
 def _compare(stage: Stage, scene: str, session: int, answer: Message, engine_r: Child) -> bool:

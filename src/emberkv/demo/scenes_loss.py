@@ -129,9 +129,9 @@ def continue_on_b(stage: Stage, engine_r: Child) -> Child:
 
 def _continue_session(stage: Stage, index: int, engine_b: Child, engine_r: Child) -> None:
     session = stage.report.sessions[index]
-    before = probe.counters(stage.endpoint(OTHER)).get("get_hits", 0)
+    before = probe.counter(stage.endpoint(OTHER), "get_hits")
     answer = engine_b.ask("generate", ANSWER_S, session=index, new_tokens=NEW_TOKENS)
-    wire = probe.counters(stage.endpoint(OTHER)).get("get_hits", 0) - before
+    wire = probe.counter(stage.endpoint(OTHER), "get_hits") - before
     blocks = answer["loaded_tokens"] // BLOCK_TOKENS
     session.hit_ttft_s, session.hit_total_s = answer["ttft_s"], answer["total_s"]
     session.hit_fetch_s, session.hit_import_s = answer["fetch_s"], answer["import_s"]

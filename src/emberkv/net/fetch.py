@@ -190,6 +190,8 @@ class FetchPool:
         self._idle: dict[str, list[tuple[int, TcpLink]]] = {}
         """Per peer, oldest first: (when it became idle, link)."""
         self._pause_until_ns: dict[str, int] = {}
+        self._troubled: set[str] = set()
+        """Peers that could not be reached: said once, until one of their connections works or they move."""
         self._request_id = 0
         self._scratch: memoryview | None = None
         self._closed = False
@@ -201,6 +203,7 @@ class FetchPool:
             stale = [link for peer in gone for _, link in self._idle.pop(peer)]
             self._addresses = dict(addresses)
             self._pause_until_ns.clear()
+            self._troubled.clear()
         for link in stale:
             link.close()
 
@@ -274,15 +277,19 @@ class FetchPool:
             self._pause(peer, str(error))
             return None
         if welcome.node == peer:
+            self._troubled.discard(peer)
             return link
         link.close()
         self._pause(peer, f"{address} is node {one_line(welcome.node)}")
         return None
 
     def _pause(self, peer: str, reason: str) -> None:
-        _log.info("cannot fetch from peer %s: %s", peer, reason)
         with self._lock:
+            first = peer not in self._troubled
+            self._troubled.add(peer)
             self._pause_until_ns[peer] = now_ns() + PAUSE_MS * 1_000_000
+        if first:
+            _log.info("cannot fetch from peer %s: %s", peer, reason)
 
     def give(self, peer: str, link: TcpLink) -> None:
         """Takes back a link whose answer was read whole."""

@@ -84,6 +84,7 @@ class LocalListener:
         self._thread.start()
 
     def _accept(self) -> None:
+        troubled = False
         while not self._closing.is_set():
             try:
                 connection, _ = self._socket.accept()
@@ -91,19 +92,36 @@ class LocalListener:
                 if self._closing.is_set():
                     return
                 # Out of descriptors or memory: the waiting peer stays in the backlog until there is room again.
-                log.warning("local socket %s cannot accept now: %s", self.path, error.strerror)
+                if not troubled:
+                    log.warning("local socket %s cannot accept now: %s", self.path, error.strerror)
+                troubled = True
                 time.sleep(0.1)
                 continue
-            link = LocalLink(connection)
-            thread = threading.Thread(target=self._serve, args=(link,), name="local ", daemon=True)
-            with self._lock:
-                admitted = len(self._links) < self._connections_max and not self._closing.is_set()
-                if admitted:
-                    self._links[link] = thread
+            troubled = False
+            try:
+                link = LocalLink(connection)
+            except OSError as error:
+                connection.close()
+                log.warning("local connection refused: %s", error.strerror or error)
+                continue
+            self._begin(link)
+
+    def _begin(self, link: LocalLink) -> None:
+        thread = threading.Thread(target=self._serve, args=(link,), name="local ", daemon=True)
+        with self._lock:
+            admitted = len(self._links) < self._connections_max and not self._closing.is_set()
             if admitted:
-                thread.start()
-            else:
-                refuse(link, f"the node has its limit of {self._connections_max} local connections; close some")
+                self._links[link] = thread
+        if not admitted:
+            refuse(link, f"the node has its limit of {self._connections_max} local connections; close some")
+            return
+        try:
+            thread.start()
+        except RuntimeError as error:  # no more threads; the one that accepts is vital and must go on
+            log.warning("local connection refused: %s", error)
+            with self._lock:
+                self._links.pop(link, None)
+            refuse(link, f"the node has no room for another connection: {error}")
 
     def _serve(self, link: LocalLink) -> None:
         try:

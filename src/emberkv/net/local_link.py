@@ -73,11 +73,11 @@ class LocalLink:
         """The descriptor of the socket; -1 after close."""
         return self._socket.fileno()
 
-    def send(self, message: Message, request_id: int, fds: Sequence[int] = ()) -> int:
+    def send(self, message: Message, request_id: int, fds: Sequence[int] = (), *, wait: bool = True) -> int:
         """Sends one frame with `fds` beside it; returns the number of socket calls made (1).
 
-        Raises LinkClosed when the peer is gone, LinkTimeout after the send timeout, ProtocolError if the frame is
-        larger than the socket takes.
+        Raises LinkClosed when the peer is gone, LinkTimeout after the send timeout (without `wait`: at once) if the
+        peer takes nothing, ProtocolError if the frame is larger than the socket takes.
         """
         frame = encode(message, request_id)
         self.calls += 1
@@ -85,9 +85,10 @@ class LocalLink:
             if fds:
                 self._socket.sendmsg([frame], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))])
             else:
-                self._socket.send(frame)
+                self._socket.send(frame, 0 if wait else socket.MSG_DONTWAIT)
         except BlockingIOError as error:
-            raise LinkTimeout(f"the peer took no message for {self._send_timeout_ms} ms") from error
+            waited_ms = self._send_timeout_ms if wait else 0
+            raise LinkTimeout(f"the peer took no message for {waited_ms} ms") from error
         except OSError as error:
             if error.errno == errno.EMSGSIZE:
                 raise ProtocolError(f"a frame of {len(frame)} bytes does not fit the local socket") from error

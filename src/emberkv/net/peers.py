@@ -63,10 +63,12 @@ class _Item(NamedTuple):
 class _Stream:
     """One peer: its outbox, the thread that connects and sends, and a reader thread while it is up."""
 
-    def __init__(self, owner: PeerStreams, peer: str, address: str) -> None:
+    def __init__(self, owner: PeerStreams, peer: str, address: str, before: threading.Thread | None = None) -> None:
         self.peer = peer
         self.address = address
         self._owner = owner
+        self._before = before
+        """The stream to the peer's last address: its end must be told before a new beginning."""
         self._wake = threading.Condition(threading.Lock())
         # Guarded by _wake: the outbox, its bytes, and whether there is a link to send on.
         self._outbox: deque[_Item] = deque()
@@ -113,6 +115,9 @@ class _Stream:
                 self._link.shutdown()
 
     def _run(self) -> None:
+        if self._before is not None:
+            self._before.join()  # stopped already; its own bounds end it
+            self._before = None
         back_off_s = BACK_OFF_MIN_S
         while not self._stopped:
             link = self._open()
@@ -246,9 +251,11 @@ class PeerStreams:
                     stream.stop()
                     self._leaving.append(self._streams.pop(peer))
             self._leaving = [stream for stream in self._leaving if stream.thread.is_alive()]
+            # Of several that still end, each waits for the one before it.
+            ending = {stream.peer: stream.thread for stream in self._leaving}
             for peer, address in addresses.items():
                 if peer not in self._streams:
-                    self._streams[peer] = _Stream(self, peer, address)
+                    self._streams[peer] = _Stream(self, peer, address, ending.get(peer))
 
     def send(
         self,

@@ -197,6 +197,7 @@ class TcpListener:
         return not late
 
     def _accept_all(self) -> None:
+        troubled = False
         while not self._stopped.is_set():
             try:
                 connection, peer = self._socket.accept()
@@ -204,9 +205,12 @@ class TcpListener:
                 if self._stopped.is_set() or error.errno in (errno.EINVAL, errno.EBADF):
                     return
                 if error.errno != errno.ECONNABORTED:
-                    _log.warning("cannot accept on %s: %s", self.address, error)
+                    if not troubled:
+                        _log.warning("cannot accept on %s until there is room again: %s", self.address, error)
+                    troubled = True
                     time.sleep(ACCEPT_PAUSE_S)
                 continue
+            troubled = False
             self._begin(connection, f"{peer[0]}:{peer[1]}")
 
     def _begin(self, connection: socket.socket, peer: str) -> None:

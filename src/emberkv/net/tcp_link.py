@@ -15,6 +15,7 @@ import socket
 import struct
 import threading
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from typing import Final, Protocol
 
@@ -88,6 +89,7 @@ class TcpLink:
     __slots__ = (
         "__weakref__",
         "_armed_recv_us",
+        "_late",
         "_recv_timeout_ms",
         "_send_lock",
         "_send_timeout_ms",
@@ -102,6 +104,7 @@ class TcpLink:
     def __init__(self, connection: socket.socket, peer_address: str = "") -> None:
         self._socket = connection
         self._send_lock = threading.Lock()
+        self._late: deque[bytes] = deque()
         self._armed_recv_us = -1
         self._recv_timeout_ms = 0
         self._send_timeout_ms = 0
@@ -218,7 +221,34 @@ class TcpLink:
             start_ns = now_ns()
             made = self._send_all([frame, *payload] if payload else [frame], len(frame) + total)
             self.send_ns = now_ns() - start_ns
-            return made
+        if self._late:
+            self._send_waiting()
+        return made
+
+    def send_now(self, message: Message, request_id: int) -> None:
+        """Sends a frame without payload and never waits: for threads that serve others too.
+
+        While another thread is sending, the frame is left to it. Raises LinkClosed, or LinkTimeout when the other side
+        has left no room for it (the link is then closed).
+        """
+        self._late.append(encode(message, request_id))
+        self._send_waiting()
+
+    def _send_waiting(self) -> None:
+        """Whoever gets the lock sends what was left by those who did not; looked at again after it is given back."""
+        while self._late and self._send_lock.acquire(blocking=False):
+            try:
+                while self._late:
+                    frame = self._late.popleft()
+                    self.calls += 1
+                    if self._socket.send(frame, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT) < len(frame):
+                        raise self._stalled("takes no answers")
+            except BlockingIOError:
+                raise self._stalled("takes no answers") from None
+            except OSError as error:
+                raise self._gone(error) from error
+            finally:
+                self._send_lock.release()
 
     def _send_all(self, buffers: Sequence[bytes | memoryview], total: int) -> int:
         """Sends all buffers in order: in one call, unless they are over IOV_MAX or the kernel stops short."""

@@ -54,24 +54,34 @@ class Pins:
 
     def add(self, infos: list[BlockInfo], slots: Sequence[Slot | None]) -> tuple[int, list[BlockInfo]]:
         """Keeps the references of all hits that fit the bound; the others become QUOTA and are given back."""
-        kept: list[Slot] = []
-        surplus: list[Slot] = []
-        for index, slot in enumerate(slots):
-            if slot is None:
-                continue
-            if self.bytes + slot.length > self._bytes_max or len(self._pins) >= PINS_MAX:
-                surplus.append(slot)
-                infos[index] = BlockInfo(int(MissReason.QUOTA), infos[index].version)
-                continue
-            self.bytes += slot.length
-            kept.append(slot)
-        self._runtime.unref(surplus)
+        kept = [slot for slot in slots if slot is not None]
+        size = sum([slot.length for slot in kept])
+        if self.bytes + size > self._bytes_max or len(self._pins) >= PINS_MAX:
+            kept, size = self._fitting(infos, slots)
         if not kept:
             return 0, infos
-        self._total.add(sum(slot.length for slot in kept))
+        self.bytes += size
+        self._total.add(size)
         pin = next(self._ids)
         self._pins[pin] = kept
         return pin, infos
+
+    def _fitting(self, infos: list[BlockInfo], slots: Sequence[Slot | None]) -> tuple[list[Slot], int]:
+        """Those that fit, in order, and their bytes; the others are given back."""
+        kept: list[Slot] = []
+        surplus: list[Slot] = []
+        size = 0
+        for index, slot in enumerate(slots):
+            if slot is None:
+                continue
+            if self.bytes + size + slot.length > self._bytes_max or len(self._pins) >= PINS_MAX:
+                surplus.append(slot)
+                infos[index] = BlockInfo(int(MissReason.QUOTA), infos[index].version)
+                continue
+            size += slot.length
+            kept.append(slot)
+        self._runtime.unref(surplus)
+        return kept, size
 
     def drop(self, pins: Sequence[int]) -> None:
         """Gives pins back; unknown ids are ignored, since a client may repeat itself after a reconnect."""

@@ -114,6 +114,7 @@ def core_settings(
     incarnation: bytes,
     generation: int,
     directory: DataDirectory,
+    block_bytes_max: int,
 ) -> Settings:
     """What the core must know of the configuration; its times follow from the failover budget."""
     budget = cluster.budget()
@@ -129,6 +130,7 @@ def core_settings(
         margin_ns=int(budget.margin_ms * 1e6),
         commit_ns=int(budget.costs.commit_ms * 1e6),
         hint_bytes_max=config.arena_bytes // 4,
+        block_bytes_max=block_bytes_max,
         previous_incarnation=directory.previous_incarnation,
     )
 
@@ -197,7 +199,9 @@ class Node:
         self._on_close("peers", transport.close)
         self._on_close("TCP listener", listener.stop)
         address = NodeAddress(config.name, listener.address, str(config.socket_path), host_id())
-        core = Replica(core_settings(cluster, config, address, incarnation, coordinator.generation(), directory), tier)
+        generation = coordinator.generation()
+        settings = core_settings(cluster, config, address, incarnation, generation, directory, tier.block_bytes_max)
+        core = Replica(settings, tier)
         self.runtime = Runtime(core, tier, clock, transport, fetcher, committer, self._note)
         period_ms = min(50.0, max(5.0, budget.ttl_ms / TICKS_PER_TTL))
         ticker = Ticker(period_ms, lambda: self.runtime.handle(ev.Tick(clock.now_ns())))

@@ -123,15 +123,18 @@ class Runtime:
     def perform(self, effects: list[fx.Effect]) -> None:
         """Performs effects that belong to no read of this thread."""
         for effect in effects:
-            if isinstance(effect, fx.Commit):
+            kind = type(effect)
+            if kind is fx.Fill or kind is fx.GetDone:  # the usual ones first
+                self._reply(effect.op, effect)  # type: ignore[attr-defined]
+            elif isinstance(effect, fx.PutDone):
+                self._reply(effect.op, self._gated(effect))
+            elif isinstance(effect, fx.Commit):
                 self.committer.submit(effect)
             elif isinstance(effect, fx.Note):
                 self.note(effect.text, effect.alarm)
             elif isinstance(effect, fx.Connect):
                 self.transport.set_peers(effect.peers)
-            elif isinstance(effect, fx.PutDone):
-                self._reply(effect.op, self._gated(effect))
-            elif isinstance(effect, fx.Fill | fx.ReplicaDone | fx.OfferDone | fx.ExistsDone | fx.GetDone):
+            elif isinstance(effect, fx.ReplicaDone | fx.OfferDone | fx.ExistsDone):
                 self._reply(effect.op, effect)
             else:
                 raise AssertionError(f"effect {type(effect).__name__} belongs to a read and reached the wrong thread")

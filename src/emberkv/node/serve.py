@@ -41,7 +41,7 @@ from emberkv.messages import (
 )
 from emberkv.net.link import LinkClosed, LinkTimeout
 from emberkv.net.local_link import LocalLink
-from emberkv.net.tcp import serve_handshake
+from emberkv.net.tcp import HANDSHAKE_TIMEOUT_MS, serve_handshake
 from emberkv.net.tcp_link import TcpLink
 from emberkv.node.connections import PinnedTotal, Pins, fill_from_link, fill_from_staging
 from emberkv.node.fetcher import SCOPE_BYTES
@@ -167,7 +167,7 @@ class Server:
             [scope + item.key for item in message.items],
             message.items,
             lambda slots: fill_from_link(self.tier, link, message.items, slots),
-            lambda reply: self._send_late(link, reply, request),
+            self._answer_of(link, request),
             deadline_ns=self.runtime.now_ns() + message.deadline_ms * 1_000_000,
             session=message.level == Level.SESSION,
             strong=message.level == Level.STRONG,
@@ -177,12 +177,29 @@ class Server:
             delete=message.delete,
         )
 
-    def _send_late(self, link: TcpLink | LocalLink, message: Message, request: int) -> None:
-        """An answer from whatever thread completed the put; the connection may be gone by then."""
-        try:
-            link.send(message, request)
-        except (LinkClosed, LinkTimeout):
-            pass  # its own thread sees the end and cleans up
+    def _answer_of(self, link: TcpLink | LocalLink, request: int) -> Callable[[PutReply], None]:
+        """Sends the answer of a put from whatever thread completes it; the connection may be gone by then.
+
+        Its own thread may wait for a client that is slow to read. Any other thread (the ticker, a peer's reader) works
+        for the whole node: it never waits, and a client that has left no room for its answers loses the connection.
+        """
+        own = threading.get_ident()
+
+        def answer(reply: PutReply) -> None:
+            try:
+                if threading.get_ident() == own:
+                    link.send(reply, request)
+                elif isinstance(link, LocalLink):
+                    link.send(reply, request, wait=False)
+                else:
+                    link.send_now(reply, request)
+            except LinkTimeout as error:
+                log.warning("client connection closed: it does not take its answers (%s)", error)
+                link.close()
+            except LinkClosed:
+                pass  # its own thread sees the end and cleans up
+
+        return answer
 
     def _small(self, message: Message, scope: bytes) -> Message:
         """Questions that carry no payload."""
@@ -203,6 +220,7 @@ class Server:
         """An engine process of this host, until its connection or its process ends."""
         self._wait_opened()
         session = self.namespaces.session()
+        link.set_recv_timeout_ms(HANDSHAKE_TIMEOUT_MS)
         _, hello, _ = link.recv()
         if not isinstance(hello, Hello):
             raise ProtocolError("a local connection began without HELLO")
@@ -212,7 +230,7 @@ class Server:
             link.send(answer, 0)
             return
         staging_bytes = min(hello.want_staging_bytes, self.staging_bytes)
-        staging = StagingArea(staging_bytes) if staging_bytes > 0 else None
+        staging: StagingArea | None = None
         pin_bytes_max = self.tier.total_bytes // 8
         pins = Pins(self.runtime, self.pinned, pin_bytes_max)
         welcome = Welcome(
@@ -229,6 +247,9 @@ class Server:
         pidfd = self.watcher.add(link)
         self.connections += 1
         try:
+            # Inside: whatever ends this connection, also one whose client is gone already, gives its staging back.
+            if staging_bytes > 0:
+                staging = StagingArea(staging_bytes)
             link.send(welcome, 0, [self.tier.fd, staging.fd] if staging is not None else [self.tier.fd])
             link.set_recv_timeout_ms(0)
             link.set_send_timeout_ms(SEND_TIMEOUT_MS)
@@ -270,7 +291,7 @@ class Server:
                 [scope + item.key for item in message.items],
                 message.items,
                 lambda slots: fill_from_staging(self.tier, staging, message.items, slots),
-                lambda reply: self._send_late(link, reply, request),
+                self._answer_of(link, request),
                 deadline_ns=self.runtime.now_ns() + message.deadline_ms * 1_000_000,
                 session=message.level == Level.SESSION,
                 strong=message.level == Level.STRONG,

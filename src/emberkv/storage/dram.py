@@ -49,6 +49,8 @@ class DramTier:
             )
         self.arena: Final = SlabArena(total_bytes)
         self.total_bytes: Final = self.arena.total_bytes
+        self.block_bytes_max: Final = self.arena.slot_bytes_max
+        """Longest block that ever fits: a small arena has small slabs."""
         self.fd = memory_file(_NAME, self.total_bytes)
         try:
             self._map = mmap.mmap(self.fd, self.total_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
