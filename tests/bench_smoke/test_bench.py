@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -177,3 +178,66 @@ def test_the_hook_counts_what_gives_the_lock_up() -> None:
     assert counter.run(lambda: blocks.data.take([1, 0], axis=0)) == 1
     assert counter.run(lambda: len(blocks.keys)) == 0
     assert sys.getprofile() is None
+
+
+LOADS = """
+import os, sys
+from emberkv.bench.workload import check, load, make_blocks, store
+from emberkv.client import Client
+with Client([f"unix:{sys.argv[1]}"]) as client:
+    for count, size in ((1, 4096), (32, 1 << 20), (128, 65536)):
+        blocks = make_blocks(count, size, "gdb")
+        store(client, blocks)
+        check(client, blocks)
+        load(client, blocks)
+        os.getppid()
+        client.get_into(blocks.keys, blocks.dest)
+        os.getppid()
+        client.get_many(blocks.keys)
+        os.getppid()
+"""
+GDB = r"""
+set pagination off
+set confirm off
+set breakpoint pending on
+set $count = 0
+break os_getppid
+commands 1
+silent
+printf "MARK %d\n", $count
+set $count = 0
+continue
+end
+break PyEval_SaveThread
+commands 2
+silent
+set $count = $count + 1
+continue
+end
+run
+quit
+"""
+
+
+@pytest.mark.skipif(shutil.which("gdb") is None, reason="needs gdb")
+def test_the_interpreter_itself_counts_four_returns(tmp_path: Path) -> None:
+    """Where it is really given away: PyEval_SaveThread, in all threads, whatever the profile hook cannot see."""
+    (tmp_path / "loads.py").write_text(LOADS)
+    (tmp_path / "commands").write_text(GDB)
+    python = os.path.realpath(sys.executable)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    with BenchNode(512 << 20) as node:
+        command = ["gdb", "-batch", "-x", str(tmp_path / "commands"), "--args", python]
+        done = subprocess.run(
+            [*command, str(tmp_path / "loads.py"), node.socket_path],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            env=environment,
+        )
+    counts = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("MARK ")]
+    if not counts or not any(counts):
+        pytest.skip("gdb cannot trace this interpreter")
+    assert len(counts) == 9
+    loads = [count for at, count in enumerate(counts) if at % 3]
+    assert max(loads) <= 4, counts

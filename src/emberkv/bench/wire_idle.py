@@ -17,6 +17,7 @@ from emberkv.bench.case import Case, Goal, Progress, make_case
 from emberkv.bench.node_process import BenchNode, make_hello, raise_descriptor_limit
 from emberkv.bench.workload import Scale, load, make_blocks, store
 from emberkv.client import Client
+from emberkv.errors import EmberError
 from emberkv.net.local_link import LocalLink, close_fds, connect_local
 from emberkv.net.tcp import connect
 from emberkv.net.tcp_link import TcpLink

@@ -29,6 +29,7 @@ def render(report: Report) -> str:
     return Template(template).substitute(
         headline=escape(_headline(report)),
         started=escape(report.started),
+        busy=escape(f"Note: {report.busy}." if report.busy else ""),
         duration=f"{report.duration_s:.0f} s in all",
         verdict_class="verdict short" if report.shortfalls else "verdict",
         verdict=escape(

@@ -79,6 +79,8 @@ class Screen:
         self._console.print()
         for path in report.written:
             self._console.print(f"  written: {escape(path)}", soft_wrap=True)
+        if report.busy:
+            self._console.print(f"  [yellow]note:[/] {escape(report.busy)}", soft_wrap=True)
         if report.shortfalls:
             self._console.print(f"[bold red]FELL SHORT:[/] {escape('; '.join(report.shortfalls))}", soft_wrap=True)
         else:
