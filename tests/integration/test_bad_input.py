@@ -122,6 +122,14 @@ def test_a_node_whose_cluster_table_differs(tmp_path: Path) -> None:
         first.wait(10)
 
 
+def test_a_data_directory_that_cannot_be_written(tmp_path: Path) -> None:
+    file = node_config(tmp_path)
+    (tmp_path / "n1" / "identity.json.new").mkdir(parents=True)
+    assert_one_clear_line(run_node(file), "identity.json", "directory")
+    (tmp_path / "n1" / "identity.json").mkdir()
+    assert_one_clear_line(run_node(file), "identity.json", "directory")
+
+
 def test_a_coordinator_file_that_is_not_ours(tmp_path: Path) -> None:
     file = node_config(tmp_path)
     (tmp_path / "control").mkdir()

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -354,6 +355,17 @@ def test_a_forked_child_opens_its_own_connections(client: Client) -> None:
 # -- nodes that fail ---------------------------------------------------------------------------------------------------
 
 
+def test_a_fork_beside_a_counting_thread_does_not_hang_the_child(make: Callable[..., StandIn]) -> None:
+    with Client(make().unix) as client:
+        with client.counters._lock:  # what another thread holds at the moment of the fork
+            pid = os.fork()
+            if pid == 0:
+                signal.alarm(5)
+                os._exit(0 if not client.get_many(new_keys(1))[0] else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert client.counters.snapshot()["hits"] == 0
+
+
 def test_nobody_there_is_a_miss_and_no_error(folder: str) -> None:
     with Client(f"unix:{folder}/none.sock,tcp:127.0.0.1:1") as client:
         begin = time.monotonic()
@@ -473,6 +485,20 @@ def test_a_frozen_node_leaves_a_put_unknown(make: Callable[..., StandIn]) -> Non
         assert outcome.status is PutStatus.UNKNOWN
         (outcome,) = client.put_many([(new_keys(1)[0], b"v")], deadline_ms=150)
         assert outcome.status is PutStatus.REFUSED
+
+
+def test_a_large_put_to_a_frozen_node_ends_by_its_deadline(tmp_path: Path) -> None:
+    with LocalCluster(tmp_path, 1, arena_bytes=512 << 20) as running:
+        address = running.wait_ready()[0]["addresses"]["tcp"]
+        with Client(f"tcp:{address}", prefer_local=False) as client:
+            filled(client, 1, 64)
+            running.kill("n1", signal.SIGSTOP)
+            begun = time.monotonic()
+            outcome = client.put_many([(new_keys(1)[0], bytes(32 << 20))], deadline_ms=1000)[0]
+            took = time.monotonic() - begun
+            running.kill("n1", signal.SIGCONT)
+    assert outcome.status is PutStatus.UNKNOWN
+    assert took < 1.4
 
 
 @pytest.mark.parametrize("local", [True, False])

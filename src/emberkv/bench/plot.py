@@ -79,13 +79,18 @@ def series(runs: Sequence[dict[str, Any]]) -> list[Series]:
             if shown is None:
                 continue
             goal = re.search(r"(>=|<=) ([0-9.e+-]+)", case["goal"])
-            unit = "x the reference" if of_ratio else case["unit"]
+            unit = "x" if of_ratio else case["unit"]
             bound, sense = (float(goal[2]), goal[1]) if goal else (None, "")
             known = found.get(case["name"])
             points = known.points if known else []
             points.append(Point(number, float(shown), case["ok"]))
             found[case["name"]] = Series(case["name"], unit, bound, sense, points)  # the newest goal counts
     return list(found.values())
+
+
+def short(value: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def panel(line: Series, runs: int) -> str:
@@ -104,15 +109,17 @@ def panel(line: Series, runs: int) -> str:
     colour = {True: GOOD, False: BAD, None: PLAIN}[last.ok]
     parts = [
         f'<text x="{left}" y="16" class="name">{escape(line.name)}</text>',
-        f'<text x="{left + width}" y="16" class="last" fill="{colour}">{last.shown:.3g} {escape(line.unit)}</text>',
+        f'<text x="{left + width}" y="16" class="last" style="fill:{colour}">'
+        f"{short(last.shown)} {escape(line.unit)}</text>",
         f'<path d="M{left} {top}V{top + height}H{left + width}" class="axis"/>',
-        f'<text x="{left - 6}" y="{top + 9}" class="tick">{high:.3g}</text>',
-        f'<text x="{left - 6}" y="{top + height}" class="tick">{low:.3g}</text>',
+        f'<text x="{left - 6}" y="{top + 9}" class="tick">{short(high)}</text>',
+        f'<text x="{left - 6}" y="{top + height}" class="tick">{short(low)}</text>',
     ]
     if line.bound is not None:
         at = y(line.bound)
         parts.append(f'<path d="M{left} {at:.1f}H{left + width}" class="goal"/>')
-        parts.append(f'<text x="{left + 4}" y="{at - 3:.1f}" class="goaltext">{line.sense} {line.bound:g}</text>')
+        goal = escape(f"{line.sense} {line.bound:g}")
+        parts.append(f'<text x="{left + 4}" y="{at - 3:.1f}" class="goaltext">{goal}</text>')
     path = " ".join(f"{x(point.run):.1f},{y(point.shown):.1f}" for point in line.points)
     parts.append(f'<polyline points="{path}" fill="none" stroke="{PLAIN}" stroke-width="1.5"/>')
     for point in line.points:
@@ -130,6 +137,7 @@ def draw(runs: Sequence[dict[str, Any]]) -> str:
     machine = runs[-1].get("machine", {})
     title = f"emberkv bench wire: {len(runs)} run{'s' if len(runs) > 1 else ''}, {first} to {last}"
     place = f"{machine.get('cores', '?')} cores, {machine.get('cpu', '')}, Python {machine.get('python', '?')}"
+    legend = f"{place}; x: ratio to the reference; dashed: the goal; green met, red missed"
     style = (
         "text{font:12px system-ui,sans-serif;fill:#222}.name{font-weight:600}.last{text-anchor:end;font-weight:600}"
         ".tick{text-anchor:end;font-size:10px;fill:#777}.axis{fill:none;stroke:#999}"
@@ -144,7 +152,7 @@ def draw(runs: Sequence[dict[str, Any]]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">'
         f'<style>{style}</style><rect width="100%" height="100%" fill="#fff"/>'
         f'<text x="16" y="20" style="font-size:15px;font-weight:600">{escape(title)}</text>'
-        f'<text x="16" y="37" style="fill:#666">{escape(place)}; dashed: the goal; green met, red missed</text>'
+        f'<text x="16" y="37" style="fill:#666">{escape(legend)}</text>'
         f"{panels}</svg>\n"
     )
 

@@ -106,6 +106,7 @@ class Client:
 
     def _renew(self) -> None:
         """A writer's life of its own: at the start, and in a forked child (two writers must not share put ids)."""
+        self.counters.renew()
         self._put_ids = PutIds()
         self._jobs = JobQueue(self._run_puts, self._run_get_into, self._job_bytes_max)
 

@@ -114,7 +114,7 @@ class Connection:
         self._open.add(request_id)
         self.link.set_send_timeout_ms(ms_left(deadline_ns))
         if self.tcp is not None:
-            self.tcp.send(message, request_id, payload)
+            self.tcp.send(message, request_id, payload, deadline_ns)
         else:
             self.link.send(message, request_id)
         return request_id

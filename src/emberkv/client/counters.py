@@ -17,7 +17,7 @@ class Counters:
     """Running totals of one client since it was made; read them with `snapshot`."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self.renew()
         self.hits = 0
         self.misses: Counter[MissReason] = Counter()
         self.puts: Counter[str] = Counter()
@@ -26,6 +26,10 @@ class Counters:
         self.reconnects = 0
         self.retries = 0
         self.map_refreshes = 0
+
+    def renew(self) -> None:
+        """At the start, and in a forked child: a thread that the child does not have may have held the lock."""
+        self._lock = threading.Lock()
 
     def load(self, reasons: Sequence[MissReason], gil_returns: int) -> None:
         """Counts one get call: a reason per key, NONE for a hit."""

@@ -28,8 +28,9 @@ from emberkv.messages import PutFlag, PutItem, PutReply, PutRequest
 from emberkv.net import LinkTimeout, now_ns
 from emberkv.types import PUT_ID_BYTES, PutOutcome, PutStatus, RefuseReason
 
-CHUNKS_AHEAD: Final = 2
-"""While the node copies one chunk out of staging, the next is being filled and a third may wait."""
+CHUNKS_AHEAD: Final = 3
+"""While the node copies one chunk out of staging, two may wait and a fourth is being filled (with one less a save of 32
+MiB took 6 % longer, with one more no less)."""
 STAGING_PARTS: Final = 8
 CHUNK_BYTES_MAX: Final = 4 << 20
 """Few rooms that are used again and again stay in the processor's cache between the two copies: measured with two

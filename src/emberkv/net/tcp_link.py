@@ -207,11 +207,11 @@ class TcpLink:
 
     # -- sending ----------------------------------------------------------------------------------------------------
 
-    def send(self, message: Message, request_id: int, payload: Sequence[memoryview] = ()) -> int:
+    def send(self, message: Message, request_id: int, payload: Sequence[memoryview] = (), deadline_ns: int = 0) -> int:
         """Sends one frame, header, body and payload slices together; returns the number of socket calls made.
 
-        `payload` are contiguous byte views. Raises LinkClosed, or LinkTimeout after a send timeout without progress
-        (the link is then closed).
+        `payload` are contiguous byte views. Raises LinkClosed, or LinkTimeout (the link is then closed): after a send
+        timeout without progress, or at `deadline_ns`, where the send timeout is to be what was left before the call.
         """
         total = 0
         for view in payload:
@@ -219,7 +219,7 @@ class TcpLink:
         frame = encode(message, request_id, total)
         with self._send_lock:
             start_ns = now_ns()
-            made = self._send_all([frame, *payload] if payload else [frame], len(frame) + total)
+            made = self._send_all([frame, *payload] if payload else [frame], len(frame) + total, deadline_ns)
             self.send_ns = now_ns() - start_ns
         if self._late:
             self._send_waiting()
@@ -250,10 +250,10 @@ class TcpLink:
             finally:
                 self._send_lock.release()
 
-    def _send_all(self, buffers: Sequence[bytes | memoryview], total: int) -> int:
+    def _send_all(self, buffers: Sequence[bytes | memoryview], total: int, deadline_ns: int) -> int:
         """Sends all buffers in order: in one call, unless they are over IOV_MAX or the kernel stops short."""
         connection = self._socket
-        deadline_ns = 0
+        bounded = deadline_ns != 0
         made = 0
         while True:
             made += 1
@@ -274,6 +274,8 @@ class TcpLink:
                 deadline_ns = transfer_deadline_ns(total, self._send_timeout_ms)
             elif now_ns() > deadline_ns:
                 raise self._stalled("reads too slowly")
+            elif bounded:  # each call would wait for the whole time anew
+                self.set_send_timeout_ms(max(1, (deadline_ns - now_ns()) // 1_000_000))
             buffers = _rest([memoryview(buffer) for buffer in buffers], sent)
 
     # -- receiving --------------------------------------------------------------------------------------------------

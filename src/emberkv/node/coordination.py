@@ -83,7 +83,10 @@ class Coordination:
         except CoordinatorError as error:
             self._trouble(error)
             return CommitResult(CommitStatus.UNKNOWN)
-        self._recovered()
+        if result.status is CommitStatus.UNKNOWN:
+            self._trouble("a commit ended with an unknown outcome: is the control directory full?")
+        else:
+            self._recovered()
         return result
 
     def _watch_all(self) -> None:
@@ -119,7 +122,7 @@ class Coordination:
             return listing.revision
         return 0
 
-    def _trouble(self, error: CoordinatorError) -> None:
+    def _trouble(self, error: CoordinatorError | str) -> None:
         if not self._troubled:
             self._troubled = True
             log.warning("coordinator: %s (reads go on; this line is not repeated until it works again)", error)

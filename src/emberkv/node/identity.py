@@ -60,6 +60,8 @@ class DataDirectory:
                 text = stream.read(FILE_BYTES_MAX)
         except FileNotFoundError:
             return b""
+        except OSError as error:
+            raise ConfigError(f"cannot read {file}: {error.strerror or error}") from error
         try:
             identity = msgspec.json.decode(text, type=Identity)
             incarnation = bytes.fromhex(identity.incarnation)
@@ -73,14 +75,17 @@ class DataDirectory:
         return incarnation
 
     def claim(self, incarnation: bytes) -> None:
-        """Writes who lives here now; synced before the name is claimed at the coordinator."""
+        """Writes who lives here now; synced before the name is claimed at the coordinator. Raises ConfigError."""
         identity = Identity(FORMAT, self._cluster_id, self._node, incarnation.hex())
         temporary = self.path / "identity.json.new"
-        with temporary.open("wb") as stream:
-            stream.write(msgspec.json.encode(identity))
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.replace(self.path / "identity.json")
+        try:
+            with temporary.open("wb") as stream:
+                stream.write(msgspec.json.encode(identity))
+                stream.flush()
+                os.fsync(stream.fileno())
+            temporary.replace(self.path / "identity.json")
+        except OSError as error:
+            raise ConfigError(f"cannot write {self.path / 'identity.json'}: {error.strerror or error}") from error
 
     def close(self) -> None:
         """Gives the lock back."""
