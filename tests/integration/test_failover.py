@@ -14,6 +14,7 @@ import pytest
 
 from emberkv import Client, Level, PutStatus
 from emberkv.cli.cluster import LocalCluster
+from emberkv.types import shard_of
 from harness.blocks import eventually, key_of, names_in_shards, value_of
 
 MIB = 1 << 20
@@ -102,3 +103,30 @@ def test_the_cluster_survives_the_loss_of_all_but_one(tmp_path: Path) -> None:
             assert len(shards_of(client, "n3")) == 256
             outcome = client.put_many([(key_of("alone"), b"a")], level=Level.SESSION)[0]
             assert (outcome.status, outcome.copies) == (PutStatus.STORED, 1)
+
+
+def test_a_frozen_peer_costs_a_healthy_one_nothing(tmp_path: Path) -> None:
+    """A load through an empty near node asks both holders at once: what the healthy one has arrives in time."""
+    names = [f"far-{index}" for index in range(32)]
+    keys = [key_of(name) for name in names]
+    # A long budget, so that nobody is expired while frozen: the holders stay the sources that are asked.
+    with LocalCluster(tmp_path, 3, arena_bytes=64 * MIB, failover_budget="20s") as cluster:
+        cluster.wait_ready(60)
+        with Client([cluster.node("n1").endpoint]) as client:
+            owners = client.cluster_map().owners
+            items = [(key, value_of(name, 65536)) for key, name in zip(keys, names, strict=True)]
+            assert all(client.put_many(items, level=Level.SESSION, min_copies=2, deadline_ms=5000))
+        with Client([cluster.node("n3").endpoint]) as near:
+            near.exists_many(keys)  # connected
+            here = [at for at, key in enumerate(keys) if "n3" in owners[shard_of(key)].replicas]
+            only_n1_n2 = [at for at in range(len(keys)) if at not in here]
+            assert only_n1_n2, "some blocks must lie elsewhere alone"
+            cluster.kill("n2", signal.SIGSTOP)
+            try:
+                found = near.get_many(keys, deadline_ms=2000)
+            finally:
+                cluster.kill("n2", signal.SIGCONT)
+            missed = [names[at] for at, block in enumerate(found) if not block]
+            assert not missed, "n1 holds every block and is healthy"
+            for name, block in zip(names, found, strict=True):
+                assert bytes(block.data) == value_of(name, 65536)

@@ -413,6 +413,28 @@ def test_the_end_at_an_old_address_is_told_before_the_beginning_at_a_new_one(pee
         second.end()
 
 
+def test_what_a_peers_arrival_leads_to_is_sent(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refusal there made the core take the peer, whose stream was up, for down: it was never repaired."""
+    start = peers.start_thread
+
+    def slow_start(name: str, target: Callable[[], None]) -> threading.Thread:
+        thread = start(name, target)
+        time.sleep(0.3)  # the new thread is long up before its maker goes on
+        return thread
+
+    class Eager(Recorder):
+        def on_up(self, peer: str) -> None:
+            self.events.append(f"sent {push(streams, self, 1, b'x')}")
+
+    monkeypatch.setattr(peers, "start_thread", slow_start)
+    recorder = Eager()
+    streams = PeerStreams(STREAM, recorder.on_message, recorder.on_up, recorder.on_down)
+    streams.set_peers({"peer": peer.address})
+    wait_for(lambda: recorder.events)
+    assert recorder.events == ["sent True"]
+    assert streams.stop()
+
+
 def test_hostile_peer_is_dropped(recorder: Recorder) -> None:
     def babble(link: TcpLink) -> None:
         serve_handshake(link, lambda hello: Welcome(1, "c", "peer", bytes(16), DEFAULT_NAMESPACE))

@@ -37,11 +37,14 @@ class SlowPeers:
         clock = self.clock
 
         class Pending:
-            def finish(self, place: Any) -> tuple[list[BlockInfo], list[None]]:
+            def finish(self, place: Any) -> tuple[list[BlockInfo], list[None], int]:
                 time.sleep(max(0.0, (deadline_ns - clock.now_ns()) / 1e9) + 0.03)
-                return [BlockInfo(int(MissReason.DEADLINE))] * len(keys), [None] * len(keys)
+                return [BlockInfo(int(MissReason.DEADLINE))] * len(keys), [None] * len(keys), 1
 
         return Pending()
+
+    def finish_all(self, pending: list[Any], place: Any) -> list[Any]:
+        return [read.finish(place) for read in pending]
 
     def exists(self, peer: str, keys: list[bytes], deadline_ns: int) -> list[int]:
         return [int(MissReason.UNREACHABLE)] * len(keys)
@@ -110,3 +113,24 @@ def test_a_peer_that_takes_no_message_is_treated_as_lost(world: World) -> None:
     core.state.send("b", Offer(0, 1, [], last=True), [])
     runtime.handle(ev.Tick(runtime.now_ns()))
     assert "b" not in core.state.peers_up
+
+
+def test_a_refused_message_never_outlives_the_peers_return(world: World) -> None:
+    runtime, ports = runtime_of(world)
+    core, clock = world.nodes["a"].core, runtime.now_ns
+    returns = threading.Thread(target=lambda: runtime.handle(ev.PeerUp(clock(), "b")))
+
+    def refused(*_: Any) -> bool:
+        returns.start()
+        return False
+
+    def slow_clock() -> int:
+        time.sleep(0.1)
+        return clock()
+
+    ports.send, runtime.now_ns = refused, slow_clock  # type: ignore[method-assign]
+    core.state.send("b", Offer(0, 1, [], last=True), [])
+    tick = ev.Tick(clock())
+    runtime.handle(tick)
+    returns.join(5)
+    assert "b" in core.state.peers_up

@@ -107,10 +107,10 @@ def panel(line: Series, runs: int) -> str:
 
     last = line.points[-1]
     colour = {True: GOOD, False: BAD, None: PLAIN}[last.ok]
+    figure = f"{short(last.shown)} {escape(line.unit)}"
     parts = [
         f'<text x="{left}" y="16" class="name">{escape(line.name)}</text>',
-        f'<text x="{left + width}" y="16" class="last" style="fill:{colour}">'
-        f"{short(last.shown)} {escape(line.unit)}</text>",
+        f'<text x="{left + width}" y="16" class="last" style="fill:{colour}">{figure}</text>',
         f'<path d="M{left} {top}V{top + height}H{left + width}" class="axis"/>',
         f'<text x="{left - 6}" y="{top + 9}" class="tick">{short(high)}</text>',
         f'<text x="{left - 6}" y="{top + height}" class="tick">{short(low)}</text>',

@@ -30,18 +30,22 @@ SEGMENT_SLOW_NS: Final = 4_000_000
 """A segment that took this long met a busy thread, or a network so slow that checksums do not matter."""
 
 
-def recv_digests(link: TcpLink, buffers: Sequence[memoryview], deadline_ns: int) -> tuple[int, list[bytes]]:
+def recv_digests(
+    link: TcpLink, buffers: Sequence[memoryview], deadline_ns: int, slow_ns: int | None = None
+) -> tuple[int, list[bytes]]:
     """Like `link.recv_payload`: (bytes received, xxh3-128 of each buffer that arrived whole). A short count means that
-    the link is shut."""
+    the link is shut. `slow_ns` replaces SEGMENT_SLOW_NS."""
     total = sum([view.nbytes for view in buffers])
     if total <= SEGMENT_BYTES or link.send_ns >= CONTENDED_NS:
         received = link.recv_payload(buffers, deadline_ns)
         whole = buffers if received == total else _whole(buffers, received)
         return received, [checksum_held(view) for view in whole]
-    return _recv_overlapped(link, buffers, deadline_ns)
+    return _recv_overlapped(link, buffers, deadline_ns, SEGMENT_SLOW_NS if slow_ns is None else slow_ns)
 
 
-def _recv_overlapped(link: TcpLink, buffers: Sequence[memoryview], deadline_ns: int) -> tuple[int, list[bytes]]:
+def _recv_overlapped(
+    link: TcpLink, buffers: Sequence[memoryview], deadline_ns: int, slow_ns: int
+) -> tuple[int, list[bytes]]:
     """Segment by segment, until one shows that the interpreter lock or the network is slow to come by."""
     received = 0
     digests: list[bytes] = []
@@ -64,7 +68,7 @@ def _recv_overlapped(link: TcpLink, buffers: Sequence[memoryview], deadline_ns: 
                 digests.append(state.digest())
                 state = None
         before_ns, since_ns = since_ns, now_ns()
-        if since_ns - before_ns > SEGMENT_SLOW_NS:
+        if since_ns - before_ns > slow_ns:
             break
     rest = _rest(buffers, received)
     if rest:

@@ -115,6 +115,8 @@ class _Stream:
                 self._link.shutdown()
 
     def _run(self) -> None:
+        with self._owner.entering:
+            pass  # what `on_up` leads to is sent through this stream, so it must be found first
         if self._before is not None:
             self._before.join()  # stopped already; its own bounds end it
             self._before = None
@@ -236,7 +238,8 @@ class PeerStreams:
         self.on_message = on_message
         self.on_up = on_up
         self.on_down = on_down
-        self._lock = threading.Lock()
+        self._lock = self.entering = threading.Lock()
+        """Held while streams are made and entered; a new stream waits for it before it begins."""
         self._streams: dict[str, _Stream] = {}
         self._leaving: list[_Stream] = []
         self._stopped = False

@@ -14,13 +14,17 @@ import numpy as np
 
 from emberkv.errors import Unavailable
 from emberkv.messages import BlockInfo, PutItem, ReplicaItem
-from emberkv.net.tcp_link import TcpLink
+from emberkv.net.overlap import recv_digests
+from emberkv.net.tcp_link import TcpLink, transfer_deadline_ns
 from emberkv.node.runtime import Runtime
 from emberkv.ports import Slot, Tier
 from emberkv.storage.staging import StagingArea, copy_and_checksum
 from emberkv.types import MissReason, checksum
 
 SCRATCH_BYTES = 1 << 20
+SEGMENT_SLOW_NS = 1_000_000
+"""A segment of payload that took this long met a node whose threads wait for the interpreter, or a slow network: the
+rest is then received in one call."""
 NO_CHECKSUM = b"\0" * 16
 PINS_MAX = 1024
 """Open pins of one connection; a client that needs more does not unpin."""
@@ -128,23 +132,26 @@ def fill_from_link(
     sender stated. Items without payload (ReplicaItem.payload False) are skipped. Raises Unavailable when the payload
     did not come whole: then nothing of this frame is stored."""
     buffers: list[memoryview] = []
+    places: dict[int, int] = {}
     total = 0
     carried = [not isinstance(item, ReplicaItem) or item.payload for item in items]
-    for item, slot, carries in zip(items, slots, carried, strict=True):
+    for index, (item, slot, carries) in enumerate(zip(items, slots, carried, strict=True)):
         if not carries or not item.length:
             continue
         total += item.length
         if slot is None:
             buffers += scratch(item.length)
         else:
+            places[index] = len(buffers)
             buffers.append(tier.view(slot))
-    if link.recv_payload(buffers) != total:
+    received, digests = recv_digests(link, buffers, transfer_deadline_ns(total), SEGMENT_SLOW_NS)
+    if received != total:
         raise Unavailable(f"{link.peer_address} stopped in the middle of a payload")
     checksums: list[bytes | None] = []
-    for item, slot, carries in zip(items, slots, carried, strict=True):
+    for index, (item, slot, carries) in enumerate(zip(items, slots, carried, strict=True)):
         if slot is None:
             checksums.append(None if carries else item.checksum)
             continue
-        taken = checksum(tier.view(slot))
+        taken = digests[places[index]] if index in places else checksum(tier.view(slot))
         checksums.append(taken if item.checksum in (taken, NO_CHECKSUM) else None)
     return checksums

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from emberkv.errors import EmberError
 from emberkv.messages import BlockInfo, ExistsReply, ExistsRequest, GetFlag, GetRequest, Hello
 from emberkv.net import now_ns
-from emberkv.net.fetch import Fetch, FetchPool
+from emberkv.net.fetch import FetchPool
 from emberkv.ports import Slot, Tier
 from emberkv.types import Level, MissReason, checksum
 
 SCOPE_BYTES = 8
+HELPERS_MAX = 64
+"""Reads from second and further peers under way at once; more wait, within their deadlines."""
 
 
 class PeerFetcher:
@@ -29,6 +32,7 @@ class PeerFetcher:
         self._lock = threading.Lock()
         self._pools: dict[bytes, FetchPool] = {}
         self._addresses: dict[str, str] = {}
+        self._helpers = ThreadPoolExecutor(HELPERS_MAX, thread_name_prefix="fetch")
 
     def set_peers(self, addresses: Mapping[str, str]) -> None:
         """Name -> TCP address of all peers."""
@@ -39,13 +43,21 @@ class PeerFetcher:
             pool.set_peers(addresses)
 
     def start(self, peer: str, keys: list[bytes], session: bool, deadline_ns: int) -> PeerRead:
-        """Sends the request; never raises for an unreachable peer."""
+        """A read that `finish_all` performs; never raises for an unreachable peer."""
         pool = self._pool(keys[0][:SCOPE_BYTES])
         level = Level.SESSION if session else Level.EVENTUAL
         request = GetRequest(
             [key[SCOPE_BYTES:] for key in keys], level=int(level), flags=int(GetFlag.LOCAL_ONLY), deadline_ms=1
         )
-        return PeerRead(self._tier, pool.start(peer, request, deadline_ns))
+        return PeerRead(self._tier, pool, peer, request, deadline_ns)
+
+    def finish_all(
+        self, pending: Sequence[PeerRead], place: Callable[[Sequence[int]], list[Slot | None]]
+    ) -> list[tuple[list[BlockInfo], list[Slot | None], int]]:
+        """Performs reads side by side, the first in this thread and the others in helpers: a peer that froze before its
+        handshake or in the middle of its payload holds its reader until the deadline, and must hold nobody else."""
+        others = [self._helpers.submit(read.finish, place) for read in pending[1:]]
+        return [pending[0].finish(place), *(other.result() for other in others)]
 
     def exists(self, peer: str, keys: list[bytes], deadline_ns: int) -> list[int]:
         """MissReason numbers of the peer's own tiers; UNREACHABLE for all when it does not answer in time."""
@@ -80,17 +92,24 @@ class PeerFetcher:
         """Closes idle connections; reads under way end at their deadline."""
         for pool in self._pools.values():
             pool.close()
+        self._helpers.shutdown(wait=False, cancel_futures=True)
 
 
 class PeerRead:
-    """One read that was sent."""
+    """One read from one peer."""
 
-    def __init__(self, tier: Tier, fetch: Fetch) -> None:
+    def __init__(self, tier: Tier, pool: FetchPool, peer: str, request: GetRequest, deadline_ns: int) -> None:
         self._tier = tier
-        self._fetch = fetch
+        self._pool = pool
+        self._peer = peer
+        self._request = request
+        self._deadline_ns = deadline_ns
 
-    def finish(self, place: Callable[[Sequence[int]], list[Slot | None]]) -> tuple[list[BlockInfo], list[Slot | None]]:
-        """Infos per key, and slots with verified bytes exactly for the hits; other reserved slots are given back."""
+    def finish(
+        self, place: Callable[[Sequence[int]], list[Slot | None]]
+    ) -> tuple[list[BlockInfo], list[Slot | None], int]:
+        """Infos per key, slots (verified bytes for hits; room to give back beside misses), elapsed nanoseconds."""
+        sent_ns = now_ns()
         placed: dict[int, Slot] = {}
 
         def place_one(index: int, info: BlockInfo) -> memoryview | None:
@@ -100,7 +119,7 @@ class PeerRead:
             placed[index] = slot
             return self._tier.view(slot)
 
-        result = self._fetch.finish(place_one)
+        result = self._pool.get(self._peer, self._request, place_one, self._deadline_ns)
         infos = result.infos
         slots: list[Slot | None] = [None] * len(infos)
         for index, slot in placed.items():
@@ -109,4 +128,4 @@ class PeerRead:
                 infos[index] = BlockInfo(int(MissReason.CHECKSUM), info.version)
             # Kept also for misses, so that whoever reserved the room gives it back in one place.
             slots[index] = slot
-        return infos, slots
+        return infos, slots, now_ns() - sent_ns

@@ -50,6 +50,8 @@ log = logging.getLogger("emberkv.node")
 
 SWITCH_INTERVAL_S = 0.0002
 """A thread that wants the interpreter gets it after this long: the heartbeat must not wait behind 64 readers."""
+WATCH_DEADLINE_MS = 200
+"""One wait of the watch: bounds how long a stop has to wait for its thread."""
 CONFIG_KEY = "config/digest"
 CONFIG_DEADLINE_MS = 2000
 CONNECTION_THREADS = ("tcp ", "local ")
@@ -211,7 +213,7 @@ class Node:
             clock,
             self.runtime.handle,
             commit_deadline_ms=max(50, int(budget.ttl_ms / 6)),
-            watch_deadline_ms=max(50, int(budget.heartbeat_ms)),
+            watch_deadline_ms=WATCH_DEADLINE_MS,
         )
         self._closers.insert(3, ("coordinator threads", coordination.stop))
         committer.target = coordination

@@ -13,7 +13,7 @@ import threading
 from emberkv.net.link import LinkClosed
 from emberkv.net.local_link import LocalLink
 
-POLL_S = 1.0
+POLL_S = 0.25
 """The thread looks up this often so that `stop` returns."""
 
 

@@ -13,7 +13,7 @@ import itertools
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from emberkv.core import effects as fx
 from emberkv.core import events as ev
@@ -22,21 +22,24 @@ from emberkv.messages import BlockInfo, MapReply, OfferReply, PutItem, PutReply,
 from emberkv.ports import Clock, Slot, Tier, Transport
 from emberkv.types import MissReason, PutStatus, checksum
 
-
-class PendingFetch(Protocol):
-    """A read that was sent to a peer."""
-
-    def finish(self, place: Callable[[Sequence[int]], list[Slot | None]]) -> tuple[list[BlockInfo], list[Slot | None]]:
-        """Waits until its deadline. `place` makes room for lengths; verified bytes of hits come back in slots, and a
-        slot beside a miss is room that was reserved and must be given back."""
-        ...
+Place = Callable[[Sequence[int]], list[Slot | None]]
+"""Makes room for blocks of the given lengths; None where there is none."""
+FetchOutcome = tuple[list[BlockInfo], list[Slot | None], int]
+"""Infos per key, slots, elapsed nanoseconds. Verified bytes of hits are in slots; a slot beside a miss is room that was
+reserved and must be given back."""
 
 
 class Fetcher(Protocol):
     """Reads from peers' tiers."""
 
-    def start(self, peer: str, keys: list[bytes], session: bool, deadline_ns: int) -> PendingFetch:
-        """Sends the request; never raises for an unreachable peer. Keys are internal (scope + key), of one scope."""
+    def start(self, peer: str, keys: list[bytes], session: bool, deadline_ns: int) -> Any:
+        """Prepares a read for `finish_all`; never raises for an unreachable peer. Keys are internal (scope + key), of
+        one scope."""
+        ...
+
+    def finish_all(self, pending: Sequence[Any], place: Place) -> list[FetchOutcome]:
+        """Waits for reads, each until its own deadline and all at the same time, so that a frozen peer costs the others
+        nothing. `place` may be called by several threads."""
         ...
 
     def exists(self, peer: str, keys: list[bytes], deadline_ns: int) -> list[int]:
@@ -99,11 +102,17 @@ class Runtime:
             if not sends:
                 return effects
             failed = [send for send in sends if not self._send(send)]
-        rest = [effect for effect in effects if type(effect) is not fx.Send]
+            rest = [effect for effect in effects if type(effect) is not fx.Send]
+            for send in failed:  # grows while what follows from a loss cannot be sent either
+                # Not queued: as if the connection had been lost, which is what the core must learn. Under the same
+                # lock, or it could learn of the peer's return first and take it for down ever after.
+                for effect in self.core.step(ev.PeerDown(self.now_ns(), send.peer)):
+                    if not isinstance(effect, fx.Send):
+                        rest.append(effect)
+                    elif not self._send(effect):
+                        failed.append(effect)
         for send in failed:
-            # Not queued: as if the connection had been lost, which is what the core must learn.
             self.unref(send.slots)
-            rest += self.step(ev.PeerDown(self.now_ns(), send.peer))
         return rest
 
     def _send(self, send: fx.Send) -> bool:
@@ -197,20 +206,14 @@ class Runtime:
         ]
 
     def _fetch_all(self, fetches: list[fx.Fetch]) -> list[fx.Effect]:
-        """All requests leave before the first answer is awaited."""
-        started = []
-        for fetch in fetches:
-            sent_ns = self.now_ns()
-            pending = self.fetcher.start(fetch.peer, fetch.keys, fetch.session, fetch.deadline_ns)
-            started.append((fetch, sent_ns, pending))
+        """All peers are asked at the same time."""
+        started = [self.fetcher.start(fetch.peer, fetch.keys, fetch.session, fetch.deadline_ns) for fetch in fetches]
         following: list[fx.Effect] = []
-        for fetch, sent_ns, pending in started:
-            infos, slots = pending.finish(self._place)
-            surplus = [slot for info, slot in zip(infos, slots, strict=True) if info.reason and slot is not None]
-            slots = [None if info.reason else slot for info, slot in zip(infos, slots, strict=True)]
-            self.unref(surplus)
-            now_ns = self.now_ns()
-            event = ev.Fetched(now_ns, fetch.op, fetch.peer, fetch.indices, infos, slots, now_ns - sent_ns)
+        outcomes = self.fetcher.finish_all(started, self._place)
+        for fetch, (infos, reserved, elapsed_ns) in zip(fetches, outcomes, strict=True):
+            self.unref([slot for info, slot in zip(infos, reserved, strict=True) if info.reason and slot is not None])
+            slots = [None if info.reason else slot for info, slot in zip(infos, reserved, strict=True)]
+            event = ev.Fetched(self.now_ns(), fetch.op, fetch.peer, fetch.indices, infos, slots, elapsed_ns)
             following += self.step(event)
         return following
 
