@@ -120,7 +120,7 @@ def delete(
 def get(
     key: Key,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="File to write; default: standard output.")
+        Path | None, typer.Option("--output", "-o", help="File to write; default, and -: standard output.")
     ] = None,
     level: LevelOption = "",
     deadline_ms: Deadline = 1000,
@@ -129,6 +129,7 @@ def get(
     as_json: Json = False,
 ) -> None:
     """Fetch a block. A miss prints its reason and ends with code 1."""
+    output = None if output == Path("-") else output
     digest, chosen_level = parse_key(key), parse_level(level)
     with connect(endpoint, namespace) as client:
         found = client.get_many([digest], deadline_ms=deadline_ms, level=chosen_level)[0]

@@ -101,7 +101,7 @@ def parse_options(command: str, arguments: list[str], kinds: Mapping[str, type])
     while rest:
         argument = rest.pop(0)
         if not argument.startswith("--"):
-            raise ConfigError(f"{command}: unexpected argument {argument!r} (see `{command} --help`)")
+            raise ConfigError(f"unexpected argument {argument!r} (see `{command} --help`)")
         flag, equals, text = argument[2:].partition("=")
         name = flag.replace("-", "_")
         if kinds.get(name) is bool and not equals:
@@ -114,15 +114,15 @@ def parse_options(command: str, arguments: list[str], kinds: Mapping[str, type])
         if kind is None or kind is bool:
             close = difflib.get_close_matches(name, kinds, n=1)
             hint = f"; did you mean --{close[0].replace('_', '-')}?" if close and close[0] != name else ""
-            raise ConfigError(f"{command}: no such option or form: {argument}{hint} (see `{command} --help`)")
+            raise ConfigError(f"no such option or form: {argument}{hint} (see `{command} --help`)")
         if not equals:
             if not rest:
-                raise ConfigError(f"{command}: {argument} needs a value")
+                raise ConfigError(f"{argument} needs a value (see `{command} --help`)")
             text = rest.pop(0)
         try:
             options[name] = kind(text)
         except ValueError:
-            raise ConfigError(f"{command}: --{flag}: {text!r} is not a number") from None
+            raise ConfigError(f"--{flag}: {text!r} is not a number") from None
     return options
 
 

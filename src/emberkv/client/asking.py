@@ -18,8 +18,8 @@ Reply = TypeVar("Reply")
 PATIENCE_MIN_NS: Final = 20_000_000
 """Below this a probe would mostly find nodes that were about to answer."""
 MARGIN_MS_MAX: Final = 100
-"""A node whose peers froze answers at its deadline with what arrived, which it must check and the client must copy: 10 ms
-for 94 MB were too few, and the whole prefix was lost (seen in the demo, scene e)."""
+"""A node whose peers froze answers at its deadline with what arrived, which it must check and the client must copy: for
+94 MB, 10 ms were too few, and the whole prefix was lost (seen in the demo, scene e)."""
 TICK_NS: Final = 10_000_000
 """A socket timeout may end up to one kernel tick (10 ms at most) early; a wait that ended so is still the deadline."""
 

@@ -37,9 +37,10 @@ def run_cli(
 ) -> int:
     """A real model's conversations go on from a three-node cache after the node that held them was killed.
 
-    Options: --sessions N conversations (default 4, fewer on a slow machine), --directory for the cluster's files
-    (default: a temporary one, removed at the end), --reports where demo.json and demo.html are written, --json prints
-    demo.json.
+    sessions: conversations (default 4, fewer on a slow machine)
+    directory: files of the cluster (default: a temporary one, removed at the end)
+    reports: where demo.json and demo.html are written
+    json: print demo.json
     """
     return main(json, sessions, directory, reports)
 

@@ -117,7 +117,7 @@ def _one_frozen(stage: Stage, engine_b: Child, engine_r: Child, session: int) ->
         frozen = _frozen_load(stage, engine_b, session, everyone=False)
         if frozen.arrived_bytes and frozen.answer["fetch_s"] > frozen.frozen_after_s + STALL_S:
             break
-        stage.screen.say("the load was over before the node froze, which shows nothing: once more")
+        stage.screen.say(f"the load was over before the node froze, which shows nothing{_again(attempt)}")
     same = _compare(stage, "e, one frozen", session, frozen.answer, engine_r)
     ok = same and frozen.in_time and frozen.loaded > 0
     stage.screen.say(
@@ -133,7 +133,7 @@ def _all_frozen(stage: Stage, engine_b: Child, engine_r: Child, session: int) ->
         frozen = _frozen_load(stage, engine_b, session, everyone=True)
         if frozen.broken:
             break
-        stage.screen.say(f"the load came to {frozen.loaded} tokens, which shows nothing: once more")
+        stage.screen.say(f"the load came to {frozen.loaded} tokens, which shows nothing{_again(attempt)}")
     same = _compare(stage, "e, all frozen", session, frozen.answer, engine_r)
     ok = same and frozen.in_time and frozen.broken
     stage.screen.say(
@@ -154,6 +154,10 @@ def _thawed(stage: Stage, engine_b: Child, engine_r: Child, session: int) -> tup
     ok = same and answer["loaded_tokens"] == PREFIX_TOKENS
     stage.screen.say(f"{answer['loaded_tokens']} tokens loaded, first token after {answer['ttft_s']:.3f} s", good=ok)
     return _details(session, answer), ok
+
+
+def _again(attempt: int) -> str:
+    return ": once more" if attempt < ATTEMPTS_MAX else f" (tried {attempt} times)"
 
 
 def _start_empty(stage: Stage) -> None:

@@ -72,7 +72,7 @@ class Screen:
         self._console.print()
         self._console.print(table)
         for label, value in report.summary():
-            self._console.print(f"  {escape(label):<46}{escape(value)}")
+            self._console.print(f"  {escape(label):<49}{escape(value)}")
 
     def verdict(self, report: Report, seconds: float) -> None:
         """The last lines."""
