@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 import pytest
 
-from emberkv import Client, Level, PutStatus, RefuseReason
+from emberkv import Client, Level, MissReason, PutStatus, RefuseReason
 from emberkv.cli.cluster import LocalCluster
 from emberkv.cli.probe import fetch_status
 from emberkv.config import ClusterConfig, NodeConfig, write
@@ -390,3 +390,22 @@ def test_a_locked_coordinator_does_not_stop_reads(tmp_path: Path) -> None:
             eventually("leases again", lambda: all(document["lease_open"] for document in pair.statuses()))
             eventually("hints are delivered", lambda: all(document["hints"] == 0 for document in pair.statuses()))
             assert all(len(document["live_nodes"]) == 2 for document in pair.statuses()), "nobody was expired"
+
+
+def test_pins_never_take_the_whole_arena(cluster: LocalCluster) -> None:
+    """Many readers that pin what they may leave half of the arena to writers."""
+    endpoint = cluster.node("n1").endpoint
+    blob = os.urandom(MIB)
+    keys = [key_of(f"held-{number}") for number in range(40)]
+    clients = [Client([endpoint], staging_bytes=4 * MIB) for _ in range(10)]
+    try:
+        assert any(clients[0].put_many([(key, blob) for key in keys], deadline_ms=5000))
+        pinned = [client.pin_many(keys[at * 4 : at * 4 + 4]) for at, client in enumerate(clients)]
+        assert fetch_status(endpoint, 1000)["pinned_bytes"] <= 32 * MIB
+        refused = [reason for pins in pinned for reason in pins.reasons if reason is MissReason.QUOTA]
+        held = sum(view is not None for pins in pinned for view in pins.views)
+        assert held == 32 or not refused, "what is over the bound is answered QUOTA"
+        assert all(clients[1].put_many([(key_of(f"room-{n}"), blob) for n in range(8)], deadline_ms=5000))
+    finally:
+        for client in clients:
+            client.close()

@@ -33,16 +33,25 @@ _scratch = threading.local()
 
 
 class PinnedTotal:
-    """Bytes pinned over all connections, for `status`."""
+    """Bytes pinned over all connections: bounded, so that readers never leave writers without room."""
 
-    def __init__(self) -> None:
+    def __init__(self, bytes_max: int) -> None:
         self._lock = threading.Lock()
+        self._bytes_max = bytes_max
         self.bytes = 0
 
-    def add(self, count: int) -> None:
-        """Adds (or takes away) bytes."""
+    def take(self, count: int) -> bool:
+        """Adds bytes if they fit the bound."""
         with self._lock:
+            if self.bytes + count > self._bytes_max:
+                return False
             self.bytes += count
+            return True
+
+    def give_back(self, count: int) -> None:
+        """Takes bytes away."""
+        with self._lock:
+            self.bytes -= count
 
 
 class Pins:
@@ -60,25 +69,26 @@ class Pins:
         """Keeps the references of all hits that fit the bound; the others become QUOTA and are given back."""
         kept = [slot for slot in slots if slot is not None]
         size = sum([slot.length for slot in kept])
-        if self.bytes + size > self._bytes_max or len(self._pins) >= PINS_MAX:
+        fits = self.bytes + size <= self._bytes_max and len(self._pins) < PINS_MAX
+        if not (fits and self._total.take(size)):
             kept, size = self._fitting(infos, slots)
         if not kept:
             return 0, infos
         self.bytes += size
-        self._total.add(size)
         pin = next(self._ids)
         self._pins[pin] = kept
         return pin, infos
 
     def _fitting(self, infos: list[BlockInfo], slots: Sequence[Slot | None]) -> tuple[list[Slot], int]:
-        """Those that fit, in order, and their bytes; the others are given back."""
+        """Those that fit both bounds, in order, and their bytes; the others are given back."""
         kept: list[Slot] = []
         surplus: list[Slot] = []
         size = 0
         for index, slot in enumerate(slots):
             if slot is None:
                 continue
-            if self.bytes + size + slot.length > self._bytes_max or len(self._pins) >= PINS_MAX:
+            fits = self.bytes + size + slot.length <= self._bytes_max and len(self._pins) < PINS_MAX
+            if not (fits and self._total.take(slot.length)):
                 surplus.append(slot)
                 infos[index] = BlockInfo(int(MissReason.QUOTA), infos[index].version)
                 continue
@@ -94,7 +104,7 @@ class Pins:
             slots += self._pins.pop(pin, [])
         freed = sum(slot.length for slot in slots)
         self.bytes -= freed
-        self._total.add(-freed)
+        self._total.give_back(freed)
         self._runtime.unref(slots)
 
     def drop_all(self) -> None:

@@ -3,8 +3,9 @@
 Why it exists: the edge between frames and the runtime.
 Laws: tenant and namespace follow from the handshake, never from a field of a request. A malformed frame ends its
 connection with one logged reason. What a connection owns is given back when it ends, however it ends.
-Limits: a thread per connection; one request of a connection is worked on at a time, except that a put that waits for
-other nodes does not hold up the requests behind it.
+Limits: pins of one connection take at most an eighth of the arena, all pins together half of it. A thread per
+connection; one request of a connection is worked on at a time, except that a put that waits for other nodes does not
+hold up the requests behind it.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class Server:
         self.namespaces = namespaces
         self.staging_bytes = staging_bytes
         self.connections = 0
-        self.pinned = PinnedTotal()
+        self.pinned = PinnedTotal(tier.total_bytes // 2)
         self._opened = threading.Event()
 
     def open(self, runtime: Runtime, status: Callable[[], bytes], watcher: ProcessWatcher) -> None:
