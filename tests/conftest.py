@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,10 @@ STAGES = (
 # The folder says what a test is, so a forgotten mark cannot put it in the wrong selection (-m "not engine").
 MARKS = {"integration": "integration", "engine": "engine", "acceptance": "acceptance"}
 ROOT = Path(__file__).parent
+
+# A shell that starts `make test &` lets its children ignore Ctrl-C, which the tests that send it would inherit.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def stage_of(item: pytest.Item) -> str:

@@ -35,7 +35,7 @@ GROUPS: Final = ("tcp", "local", "core", "idle")
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on: processors, memory, kernel, interpreter, and how busy the machine was."""
+    """What the figures depend on: processors, memory, kernel, interpreter, how busy the machine was, our priority."""
     model = platform.processor() or platform.machine()
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -51,6 +51,7 @@ def machine() -> dict[str, Any]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         "load_average": [round(value, 2) for value in os.getloadavg()],
+        "nice": os.getpriority(os.PRIO_PROCESS, 0),
     }
 
 
