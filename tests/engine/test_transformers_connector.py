@@ -421,8 +421,3 @@ def test_smollm2_hit_is_twenty_times_faster_and_equal(smollm2: tuple[Any, Any]) 
     print(f"recompute {recompute_s:.3f} s, hit {hit_s:.3f} s, of it {hits[-1].fetch_s:.3f} + {hits[-1].import_s:.3f} s")
     # 20 and more on a quiet machine; the bar here leaves room for a busy one.
     assert recompute_s / hit_s >= 10
-
-
-@pytest.mark.skip(reason="waits for emberkv.client and a three-node cluster fixture")
-def test_a_real_cluster_serves_what_the_fake_serves() -> None:
-    """The equality tests above, with emberkv.Client over three node processes, one of them killed in between."""

@@ -78,8 +78,11 @@ def play(stage: Stage, engine_b: Child, engine_r: Child) -> None:
     everyone, all_ok = _all_frozen(stage, engine_b, engine_r, 2 if count > 2 else 1)
     thawed, thawed_ok = _thawed(stage, engine_b, engine_r, everyone["session"])
     ok = wire_ok and one_ok and all_ok and thawed_ok
+    alone = f"{one['loaded_tokens']} tokens after {one['load_s']:.2f} s"
+    if not one["met_the_load"]:
+        alone = "the load was over before the freeze, which shows nothing"
     outcome = (
-        f"one of two holders frozen: {one['loaded_tokens']} tokens after {one['load_s']:.2f} s; both frozen: the "
+        f"one of two holders frozen: {alone}; both frozen: the "
         f"{everyone['loaded_tokens']} tokens that had arrived after {everyone['load_s']:.2f} s, the rest "
         f"computed; thawed: "
         f"{thawed['loaded_tokens']}; tokens {'identical in all' if ok or _identical(stage) else 'DIFFER'}"
@@ -115,7 +118,8 @@ def _one_frozen(stage: Stage, engine_b: Child, engine_r: Child, session: int) ->
         if attempt > 1:
             _warm(stage, engine_b)
         frozen = _frozen_load(stage, engine_b, session, everyone=False)
-        if frozen.arrived_bytes and frozen.answer["fetch_s"] > frozen.frozen_after_s + STALL_S:
+        met = bool(frozen.arrived_bytes) and float(frozen.answer["fetch_s"]) > frozen.frozen_after_s + STALL_S
+        if met:
             break
         stage.screen.say(f"the load was over before the node froze, which shows nothing{_again(attempt)}")
     same = _compare(stage, "e, one frozen", session, frozen.answer, engine_r)
@@ -123,7 +127,7 @@ def _one_frozen(stage: Stage, engine_b: Child, engine_r: Child, session: int) ->
     stage.screen.say(
         f"the load ended after {frozen.answer['fetch_s']:.2f} s with {frozen.loaded} of {PREFIX_TOKENS} tokens", good=ok
     )
-    return {**_details(session, frozen.answer), **_freeze_details(frozen, attempt)}, ok
+    return {**_details(session, frozen.answer), **_freeze_details(frozen, attempt), "met_the_load": met}, ok
 
 
 def _all_frozen(stage: Stage, engine_b: Child, engine_r: Child, session: int) -> tuple[dict[str, Any], bool]:
