@@ -113,11 +113,11 @@ def test_a_node_ends_with_its_benchmark() -> None:
         "import os, signal\n"
         "from emberkv.bench.node_process import BenchNode\n"
         "node = BenchNode(64 << 20)\n"
-        "print(node.pid, node._directory, flush=True)\n"
+        "print(node.pid, node.socket_path, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    pid, directory = done.stdout.split()
+    pid, socket_path = done.stdout.split()
     end = time.monotonic() + 20
     while time.monotonic() < end and Path(f"/proc/{pid}/cmdline").exists():
         if not Path(f"/proc/{pid}/cmdline").read_bytes():
@@ -125,7 +125,7 @@ def test_a_node_ends_with_its_benchmark() -> None:
         time.sleep(0.05)
     else:
         assert not Path(f"/proc/{pid}").exists()
-    shutil.rmtree(directory)  # nobody was left to do it
+    assert not Path(socket_path).parents[1].exists()
 
 
 def test_wrong_options_are_one_line() -> None:

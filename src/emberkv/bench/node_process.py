@@ -201,7 +201,11 @@ def main(arguments: list[str]) -> None:
     from emberkv.node.main import run  # after the checks above: loading a node takes a while
 
     launch = msgspec.json.decode(text, type=Launch)
-    run(launch.cluster, launch.node)
+    try:
+        run(launch.cluster, launch.node)
+    finally:
+        if os.getppid() != parent:  # nobody else is left to do it
+            shutil.rmtree(launch.node.data_path.parent, ignore_errors=True)
 
 
 if __name__ == "__main__":
