@@ -24,7 +24,7 @@ from emberkv.cli.cluster import LocalCluster
 from emberkv.config import NamespaceConfig
 from emberkv.messages import Hello, Role
 from emberkv.net.local_link import close_fds, connect_local
-from emberkv.types import SHARDS, shard_of
+from emberkv.types import shard_of
 from harness.blocks import arena_offsets, eventually, flip_byte, key_of, names_in_shards, value_of
 
 MIB = 1 << 20
@@ -251,4 +251,3 @@ def test_many_threads_share_one_client(cluster: LocalCluster) -> None:
         for thread in threads:
             thread.join(60)
     assert not errors
-    assert SHARDS == 256

@@ -756,7 +756,7 @@ def test_a_cancelled_async_get_writes_nothing_afterwards(make: Callable[..., Sta
 
 def test_the_namespace_limits_values(make: Callable[..., StandIn]) -> None:
     node = make(namespace=Namespace("small", block_bytes_max=1000))
-    with Client(node.unix) as client:
+    with Client(node.unix, namespace="small") as client:
         assert client.put_many([(new_keys(1)[0], bytes(1000))])[0]
         with pytest.raises(ValueError, match="1000"):
             client.put_many([(new_keys(1)[0], bytes(1001))])

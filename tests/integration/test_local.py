@@ -247,7 +247,7 @@ def test_staging_alone_is_not_taken_for_the_arena(path: str) -> None:
         (ErrorFrame("wrong tenant", True), HandshakeRefused, "wrong tenant"),
         (ErrorFrame("busy", False), Unavailable, "busy"),
         (welcome(4096), ProtocolError, "descriptors"),
-        (welcome(wire=9), ProtocolError, "version"),
+        (welcome(wire=9), HandshakeRefused, "version"),
     ],
 )
 def test_handshake_failures(path: str, answer: Welcome | ErrorFrame, error: type[Exception], text: str) -> None:

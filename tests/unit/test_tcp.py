@@ -439,7 +439,7 @@ def test_refusals_are_told_apart() -> None:
 
 def test_another_cluster_is_refused(listener: TcpListener) -> None:
     hello = Hello(Role.CLIENT, WIRE_VERSION, WIRE_VERSION, "c2", "default", "", bytes(16))
-    with pytest.raises(HandshakeRefused, match="cluster c1"):
+    with pytest.raises(HandshakeRefused, match="cluster 'c1'"):
         connect(listener.address, hello, 2000)
 
 

@@ -175,12 +175,6 @@ class Committed(Event):
     sent_ns: int
 
 
-class Drop(Event):
-    """Test and scrub door: the local copy of these keys is known to be bad."""
-
-    keys: list[bytes]
-
-
 class PutAborted(Event):
     """The sender of a put vanished before its bytes were whole."""
 

@@ -52,7 +52,6 @@ class Replica:
             ev.Records: self._on_records,
             ev.Committed: self._on_committed,
             ev.Tick: self._on_tick,
-            ev.Drop: self._on_drop,
         }
 
     def step(self, event: ev.Event) -> list[Effect]:
@@ -139,9 +138,3 @@ class Replica:
         if written:
             self._after_roles(before, written)
             self.put.hints.flush(self.put.apply_hint)
-
-    def _on_drop(self, event: ev.Drop) -> None:
-        for key in event.keys:
-            entry = self.state.directory.get(key)
-            if entry is not None:
-                self.state.directory.remove(entry)

@@ -20,10 +20,11 @@ import weakref
 from array import array
 from collections.abc import Sequence
 
-from emberkv.errors import ConfigError, EmberError, HandshakeRefused, ProtocolError, Unavailable
-from emberkv.messages import ErrorFrame, Hello, Message, Welcome
+from emberkv.errors import ConfigError, EmberError, ProtocolError, Unavailable
+from emberkv.messages import Hello, Message, Welcome
 from emberkv.net import LinkClosed, LinkTimeout
 from emberkv.wire.codec import FRAME_BYTES_MAX, HEADER_BYTES, Header, decode, decode_header, encode
+from emberkv.wire.session import checked_welcome
 
 PATH_BYTES_MAX = 107
 """sun_path has 108 bytes, the last one for the terminating zero."""
@@ -269,15 +270,8 @@ def connect_local(path: str, hello: Hello, timeout_ms: int) -> tuple[LocalLink, 
         except OSError as error:
             raise Unavailable(f"no node answers at unix:{path}: {error.strerror}") from error
         answer, fds = exchange_hello(link, hello)
-        if isinstance(answer, ErrorFrame):
-            raise (HandshakeRefused if answer.refused else Unavailable)(f"unix:{path}: {answer.text}")
-        if not isinstance(answer, Welcome):
-            raise ProtocolError(f"unix:{path} answered the handshake with {type(answer).__name__}")
-        if not hello.wire_min <= answer.wire <= hello.wire_max:
-            raise ProtocolError(f"unix:{path} chose wire version {answer.wire}, which was not offered")
-        if hello.cluster_id and answer.cluster_id != hello.cluster_id:
-            raise HandshakeRefused(f"unix:{path} belongs to cluster {answer.cluster_id!r}, not {hello.cluster_id!r}")
-        expected = bool(answer.arena_bytes) + bool(answer.staging_bytes)
+        welcome = checked_welcome(hello, answer, f"unix:{path}")
+        expected = bool(welcome.arena_bytes) + bool(welcome.staging_bytes)
         if len(fds) != expected:
             raise ProtocolError(f"unix:{path} sent {len(fds)} descriptors where its welcome states {expected}")
     except BaseException:
@@ -285,6 +279,6 @@ def connect_local(path: str, hello: Hello, timeout_ms: int) -> tuple[LocalLink, 
         link.close()
         raise
     rest = list(fds)
-    arena_fd = rest.pop(0) if answer.arena_bytes else -1
-    staging_fd = rest.pop(0) if answer.staging_bytes else -1
-    return link, answer, arena_fd, staging_fd
+    arena_fd = rest.pop(0) if welcome.arena_bytes else -1
+    staging_fd = rest.pop(0) if welcome.staging_bytes else -1
+    return link, welcome, arena_fd, staging_fd

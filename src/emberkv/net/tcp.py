@@ -17,10 +17,11 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from emberkv.errors import ConfigError, EmberError, HandshakeRefused, ProtocolError, Unavailable
-from emberkv.messages import ErrorFrame, Hello, Message, Welcome
+from emberkv.errors import ConfigError, EmberError, ProtocolError, Unavailable
+from emberkv.messages import ErrorFrame, Hello, Welcome
 from emberkv.net.link import LinkClosed
 from emberkv.net.tcp_link import TcpLink, register_for_fork
+from emberkv.wire.session import checked_welcome
 
 __all__ = ["TcpLink", "TcpListener", "connect", "parse_address", "serve_handshake", "start_thread"]
 
@@ -90,26 +91,12 @@ def connect(address: str, hello: Hello, timeout_ms: int) -> tuple[TcpLink, Welco
         link.send(hello, 0)
         link.set_recv_timeout_ms(timeout_ms)
         _, answer = link.recv()
-        check_welcome(address, hello, answer)
+        welcome = checked_welcome(hello, answer, address)
     except BaseException:
         link.close()
         raise
-    assert isinstance(answer, Welcome)
     link.set_recv_timeout_ms(0)
-    return link, answer
-
-
-def check_welcome(address: str, hello: Hello, answer: Message) -> None:
-    """Raises what the answer to `hello` deserves, unless it is a fitting Welcome."""
-    if isinstance(answer, ErrorFrame):
-        text = f"{address} refused: {one_line(answer.text)}"
-        raise HandshakeRefused(text) if answer.refused else Unavailable(text)
-    if not isinstance(answer, Welcome):
-        raise ProtocolError(f"{address} answered HELLO with {type(answer).__name__}")
-    if not hello.wire_min <= answer.wire <= hello.wire_max:
-        raise HandshakeRefused(f"{address} speaks wire version {answer.wire}, not {hello.wire_min}-{hello.wire_max}")
-    if hello.cluster_id and answer.cluster_id != hello.cluster_id:
-        raise HandshakeRefused(f"{address} belongs to cluster {one_line(answer.cluster_id)}, not {hello.cluster_id}")
+    return link, welcome
 
 
 def start_thread(name: str, target: Callable[[], None]) -> threading.Thread:

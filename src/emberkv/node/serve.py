@@ -164,17 +164,38 @@ class Server:
             if len(message.scope) != SCOPE_BYTES or not message.flags & FORWARD:
                 raise ProtocolError("a put on a stream connection must be a forward and carry its scope")
             scope = message.scope
+        items = message.items
+        self._put(
+            link,
+            request,
+            message,
+            scope,
+            lambda slots: fill_from_link(self.tier, link, items, slots),
+            from_peer=hello.node if forwarded else "",
+        )
+
+    def _put(
+        self,
+        link: TcpLink | LocalLink,
+        request: int,
+        message: PutRequest,
+        scope: bytes,
+        fill: Callable[[list[Slot | None]], list[bytes | None]],
+        *,
+        from_peer: str = "",
+    ) -> None:
+        """A put from any connection; `fill` brings its bytes into the slots."""
         self.runtime.put(
             [scope + item.key for item in message.items],
             message.items,
-            lambda slots: fill_from_link(self.tier, link, message.items, slots),
+            fill,
             self._answer_of(link, request),
             deadline_ns=self.runtime.now_ns() + message.deadline_ms * 1_000_000,
             session=message.level == Level.SESSION,
             strong=message.level == Level.STRONG,
             fresh=bool(message.flags & FRESH),
             min_copies=message.min_copies,
-            from_peer=hello.node if forwarded else "",
+            from_peer=from_peer,
             delete=message.delete,
         )
 
@@ -288,18 +309,8 @@ class Server:
         elif isinstance(message, PutRequest):
             if staging is None and not message.delete:
                 raise ProtocolError("a put on a connection that asked for no staging")
-            self.runtime.put(
-                [scope + item.key for item in message.items],
-                message.items,
-                lambda slots: fill_from_staging(self.tier, staging, message.items, slots),
-                self._answer_of(link, request),
-                deadline_ns=self.runtime.now_ns() + message.deadline_ms * 1_000_000,
-                session=message.level == Level.SESSION,
-                strong=message.level == Level.STRONG,
-                fresh=bool(message.flags & FRESH),
-                min_copies=message.min_copies,
-                delete=message.delete,
-            )
+            items = message.items
+            self._put(link, request, message, scope, lambda slots: fill_from_staging(self.tier, staging, items, slots))
         else:
             link.send(self._small(message, scope), request)
 
