@@ -17,12 +17,13 @@ STAGES = (
     "sim",
     "",
     "integration",
+    "stress",
     "engine",
     "acceptance",
     "bench_smoke",
 )
 # The folder says what a test is, so a forgotten mark cannot put it in the wrong selection (-m "not engine").
-MARKS = {"integration": "integration", "engine": "engine", "acceptance": "acceptance"}
+MARKS = {"integration": "integration", "stress": "integration", "engine": "engine", "acceptance": "acceptance"}
 ROOT = Path(__file__).parent
 
 # A shell that starts `make test &` lets its children ignore Ctrl-C, which the tests that send it would inherit.

@@ -42,6 +42,7 @@ from emberkv.storage.dram import DramTier
 from emberkv.storage.staging import StagingArea
 from emberkv.types import (
     DEFAULT_NAMESPACE,
+    NO_VERSION,
     SHARDS,
     MissReason,
     Namespace,
@@ -73,6 +74,10 @@ class Faults:
     swap_puts: int = 0
     """Holds the answer of a put back until the next one was answered (local)."""
     refuse: str = ""
+    ignore_floors: bool = False
+    """Serves what is older than a session has seen."""
+    reason_of: dict[bytes, BlockInfo] = field(default_factory=dict)
+    """Keys that a get answers in this way, whatever is stored."""
 
 
 class StandIn:
@@ -157,18 +162,26 @@ class StandIn:
             owners.append(ShardOwner(order[0], 1, 1, order[:2], order[:2]))
         return MapReply(self.revision, nodes, tuple(owners))
 
-    def _find(self, key: bytes) -> BlockInfo:
+    def _find_all(self, request: GetRequest) -> list[BlockInfo]:
+        floors = request.floors or [NO_VERSION] * len(request.keys)
+        return [self._find(key, floor) for key, floor in zip(request.keys, floors, strict=True)]
+
+    def _find(self, key: bytes, floor: Version = NO_VERSION) -> BlockInfo:
+        if key in self.faults.reason_of:
+            return self.faults.reason_of[key]
         found = self.blocks.get(key)
         if found is None:
             return BlockInfo(MissReason.ABSENT)
         slot, digest, version, _ = found
+        if version < floor and not self.faults.ignore_floors:
+            return BlockInfo(MissReason.BEHIND, version)
         return BlockInfo(0, version, slot.length, digest, slot.offset)  # type: ignore[attr-defined]
 
     def _pinned(self, request: GetRequest, mine: dict[int, int]) -> GetReply:
         infos, held = [], sum(mine.values())
         size = 0
-        for key in request.keys:
-            info = self._find(key)
+        for found in self._find_all(request):
+            info = found
             if not info.reason:
                 room = round_up(info.length)
                 if held + size + room > self.pin_bytes_max:
@@ -321,7 +334,7 @@ class StandIn:
 
     def _send_blocks(self, link: TcpLink, request_id: int, message: GetRequest) -> bool:
         with self._lock:
-            infos = [self._find(key) for key in message.keys]
+            infos = self._find_all(message)
             assert not message.flags & GetFlag.PIN
             payload = []
             for key, info in zip(message.keys, infos, strict=True):

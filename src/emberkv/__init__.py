@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 from emberkv.types import Hit, Level, Miss, MissReason, PrefixMatch, PutOutcome, PutStatus, RefuseReason
 
 if TYPE_CHECKING:
-    from emberkv.client import AsyncClient, Client, Job, LoadResult, PutBlock
+    from emberkv.client import AsyncClient, AsyncSession, Client, Job, LoadResult, PutBlock, Session, SessionToken
 
 __version__ = "0.1.0"
 __all__ = [
     "AsyncClient",
+    "AsyncSession",
     "Client",
     "Hit",
     "Job",
@@ -28,9 +29,13 @@ __all__ = [
     "PutOutcome",
     "PutStatus",
     "RefuseReason",
+    "Session",
+    "SessionToken",
 ]
 
-_OF_CLIENT = frozenset({"AsyncClient", "Client", "Job", "LoadResult", "PutBlock"})
+_OF_CLIENT = frozenset(
+    {"AsyncClient", "AsyncSession", "Client", "Job", "LoadResult", "PutBlock", "Session", "SessionToken"}
+)
 
 
 def __getattr__(name: str) -> object:

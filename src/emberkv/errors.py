@@ -35,6 +35,10 @@ class CoordinatorError(Unavailable):
     """The coordinator did not answer in time, or its store cannot be used now."""
 
 
+class StoreFull(CoordinatorError):
+    """The store has reached its configured size: nothing was written; delete records or raise the size."""
+
+
 class NotOurs(ConfigError):
     """A file or directory belongs to another cluster, format or store; it is never overwritten."""
 

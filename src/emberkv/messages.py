@@ -7,6 +7,7 @@ at most BATCH_KEYS_MAX items. Every message fits one frame; docs/PROTOCOL.md has
 from __future__ import annotations
 
 from enum import IntEnum, IntFlag
+from typing import NamedTuple
 
 import msgspec
 
@@ -33,10 +34,14 @@ class Kind(IntEnum):
     REPLICATE_REPLY = 31
     OFFER = 32
     OFFER_REPLY = 33
+    VECTOR = 34
+    VECTOR_REPLY = 35
     MAP = 40
     MAP_REPLY = 41
     STATUS = 42
     STATUS_REPLY = 43
+    ADMIN = 44
+    ADMIN_REPLY = 45
 
 
 class Role(IntEnum):
@@ -46,7 +51,7 @@ class Role(IntEnum):
     FETCH = 2
     """A peer's read connection: GET only, answered from this node's tiers alone."""
     STREAM = 3
-    """A peer's in-order connection: PUT (forwarded), REPLICATE, OFFER."""
+    """A peer's in-order connection: PUT (forwarded), REPLICATE, VECTOR, OFFER."""
 
 
 class GetFlag(IntFlag):
@@ -57,7 +62,11 @@ class GetFlag(IntFlag):
     PIN = 2
     """Local socket: answer with arena offsets and hold a pin, instead of payload."""
     FLOORS = 4
-    """Reserved for session tokens: a version floor per key follows the keys."""
+    """Session tokens: a version floor per key follows the keys; what is older is not served."""
+    IF_NEWER = 8
+    """Between nodes, with FLOORS: a copy that is exactly at the floor answers CURRENT and sends no bytes."""
+    RELAY = 16
+    """Between nodes: the asker reaches no replica itself; look where you can, but relay no further."""
 
 
 class PutFlag(IntFlag):
@@ -70,7 +79,7 @@ class PutFlag(IntFlag):
     FORWARD = 4
     """From an accepting node to the primary; is not forwarded again, except with RELAY."""
     RELAY = 8
-    """Reserved: one hop through another node."""
+    """With FORWARD: the sender does not reach the primary; pass it on, one hop and no more."""
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True):
@@ -87,7 +96,10 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     incarnation: bytes
     """16 random bytes, one process life."""
     namespace: str = "default"
+    """Empty: none; such a connection may ask for maps, status and administration, and carry peers' streams."""
     want_staging_bytes: int = 0
+    generation: int = 0
+    """Of the namespace, where a peer means a certain one: blocks of another generation are no answer. 0: any."""
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True):
@@ -119,6 +131,8 @@ class GetRequest(msgspec.Struct, gc=False):
     level: int = int(Level.EVENTUAL)
     flags: int = 0
     part: int = 0
+    floors: list[Version] = []
+    """With FLOORS: one per key; NO_VERSION where the session has seen nothing."""
 
 
 class BlockInfo(msgspec.Struct, gc=False, frozen=True):
@@ -219,6 +233,8 @@ class ReplicaItem(msgspec.Struct, gc=False):
     """False: the receiver accepted this put itself and should still hold the bytes."""
     part: int = 0
     """Which part of the Block travels; 0 while all parts of a Block lie in one value."""
+    skip: bool = False
+    """The block's namespace wants fewer copies than the shard has replicas: process the write, keep no copy."""
 
 
 class Replicate(msgspec.Struct, gc=False):
@@ -227,6 +243,9 @@ class Replicate(msgspec.Struct, gc=False):
     items: list[ReplicaItem]
     fill: bool = False
     """True: catch-up of a learner; does not count for the stream order."""
+    surplus: bool = False
+    """True: from a replica to its primary, what it holds and the primary has not processed; `authority` is the
+    primary's own epoch, which the replica follows."""
 
 
 class ReplicaStatus(IntEnum):
@@ -272,6 +291,63 @@ class OfferReply(msgspec.Struct, gc=False):
     fenced_epoch: int = 0
 
 
+class Span(NamedTuple):
+    """Sequence numbers first..last (both included) of one epoch."""
+
+    epoch: int
+    first: int
+    last: int
+
+
+class VectorItem(msgspec.Struct, gc=False):
+    """What the primary of one shard has processed, for a replica to compare with its own."""
+
+    shard: int
+    authority: int
+    floor: Version
+    """What is at or below it and not held by the primary is gone for good: its tombstone may be forgotten."""
+    spans: list[Span]
+    adopt: bool = False
+    """True: everything in `spans` was sent and answered before; take it as processed."""
+
+
+class Vector(msgspec.Struct, gc=False):
+    """A primary compares applied vectors with one replica, up to BATCH_KEYS_MAX shards and SPANS_MAX spans a frame."""
+
+    items: list[VectorItem]
+
+
+class VectorStatus(IntEnum):
+    """What a replica answers to one item of a Vector."""
+
+    SPANS = 0
+    """`spans` is what this replica has processed: send what is missing."""
+    FENCED = 1
+    """The primary's authority is old (`epoch` says the highest known) or unheard of (0)."""
+    LEARNING = 2
+    """Nothing is known here, or too old: offer all heads."""
+    BUSY = 3
+    """What this replica has and the primary lacks is still under way: ask again."""
+
+
+class VectorAnswer(msgspec.Struct, gc=False):
+    """Answer to one VectorItem."""
+
+    status: int
+    epoch: int = 0
+    spans: list[Span] = []
+
+
+class VectorReply(msgspec.Struct, gc=False):
+    """Answers in the order of the items."""
+
+    answers: list[VectorAnswer]
+
+
+SPANS_MAX = 4096
+"""Spans in one Vector or VectorReply: 96 KiB, well inside a frame's body."""
+
+
 class NodeAddress(msgspec.Struct, frozen=True, array_like=True):
     """Where a live node listens."""
 
@@ -313,6 +389,12 @@ class HeartbeatRecord(msgspec.Struct, frozen=True, array_like=True):
     counter: int
 
 
+class DrainRecord(msgspec.Struct, frozen=True, array_like=True):
+    """Record drain/<node>: this life of the node gives its shards away and takes no new ones."""
+
+    incarnation: bytes
+
+
 class MapRequest(msgspec.Struct, frozen=True, array_like=True):
     """Asks for the cluster map if it is newer than `known_revision`."""
 
@@ -337,6 +419,22 @@ class StatusReply(msgspec.Struct, frozen=True, array_like=True):
     document: bytes
 
 
+class AdminRequest(msgspec.Struct, frozen=True, array_like=True):
+    """An operator's command to a node: namespaces, drain. `arguments` is JSON."""
+
+    verb: str
+    arguments: bytes = b"{}"
+    deadline_ms: int = 5000
+
+
+class AdminReply(msgspec.Struct, frozen=True, array_like=True):
+    """`document` is JSON when `ok`; otherwise `error` is one line that says what to do."""
+
+    ok: bool
+    document: bytes = b"{}"
+    error: str = ""
+
+
 Message = (
     Hello
     | Welcome
@@ -352,8 +450,12 @@ Message = (
     | ReplicateReply
     | Offer
     | OfferReply
+    | Vector
+    | VectorReply
     | MapRequest
     | MapReply
     | StatusRequest
     | StatusReply
+    | AdminRequest
+    | AdminReply
 )

@@ -7,6 +7,7 @@ Limits: sizes that the formats fix live here, with their reason.
 
 from __future__ import annotations
 
+import hashlib
 from enum import IntEnum
 from typing import Final, NamedTuple, NewType
 
@@ -80,6 +81,10 @@ class MissReason(IntEnum):
     FINGERPRINT = 11
     QUOTA = 12
     UNREACHABLE = 13
+    CURRENT = 14
+    """Between nodes only: the copy that the asker named is the newest here too, so its bytes are not sent."""
+    NO_NAMESPACE = 15
+    """The namespace was dropped, or created anew since this connection was opened."""
 
     @property
     def label(self) -> str:
@@ -118,6 +123,7 @@ class RefuseReason(IntEnum):
     STAGING_FULL = 8
     CHECKSUM = 9
     UNREACHABLE = 10
+    EXPIRED = 11
 
     @property
     def label(self) -> str:
@@ -179,6 +185,14 @@ class Namespace(msgspec.Struct, frozen=True, array_like=True):
     verify_pin: bool = True
     parts: int = 1
     block_bytes_max: int = BLOCK_BYTES_MAX
+    expiry_ms: int = 0
+    """Blocks are served for so long after they were stamped; 0: for ever."""
+    owner: str = ""
+    """Who answers for it; a name for people, not a right."""
+    revision: int = 0
+    """Rises with each change of the policy."""
+    dropped: bool = False
+    """Its keys are gone; created again, it goes on with the next generation."""
 
 
 DEFAULT_NAMESPACE: Final = Namespace(name="default")
@@ -188,6 +202,16 @@ def shard_of(key: bytes) -> int:
     """Shard 0..255 of a block key, bare (32 bytes) or with its scope before it (40 bytes): the same for both, because
     clients route by the bare key. xxh3 because keys need not be uniform; the same in every process."""
     return xxhash.xxh3_64_intdigest(key[-KEY_BYTES:]) & (SHARDS - 1)
+
+
+SCOPE_BYTES: Final = 8
+DEFAULT_TENANT: Final = "default"
+
+
+def scope_of(name: str, generation: int, tenant: str = DEFAULT_TENANT) -> bytes:
+    """8 bytes in front of every internal key of a namespace: no client can name another namespace's keys, and a raised
+    generation makes all old keys unreachable at once."""
+    return hashlib.sha256(f"{tenant}\0{name}\0{generation}".encode()).digest()[:SCOPE_BYTES]
 
 
 def checksum(data: bytes | bytearray | memoryview) -> bytes:

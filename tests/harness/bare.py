@@ -7,9 +7,9 @@ from emberkv.core import events as ev
 from emberkv.core.replica import Replica
 from emberkv.core.state import Settings
 from emberkv.core.view import encode_record, owner_key
-from emberkv.messages import HeartbeatRecord, LiveRecord, NodeAddress, PutItem, ShardOwner
+from emberkv.messages import BlockInfo, HeartbeatRecord, LiveRecord, NodeAddress, PutItem, ReplicaItem, ShardOwner
 from emberkv.ports import CommitStatus, Record, Slot
-from emberkv.types import NO_VERSION, SHARDS, Version, checksum
+from emberkv.types import NO_VERSION, SHARDS, EntryState, Version, checksum
 from harness.tier import MemoryTier
 
 MS = 1_000_000
@@ -47,9 +47,9 @@ class Bare:
         self.tier.arena.check()
         return effects
 
-    def tick(self, after_ms: float = 0) -> list[fx.Effect]:
+    def tick(self, after_ms: float = 0, *, wall_ms: int = 0) -> list[fx.Effect]:
         self.now += int(after_ms * MS)
-        return self.step(ev.Tick(self.now))
+        return self.step(ev.Tick(self.now, wall_ms))
 
     def records(
         self, *records: tuple[str, bytes], full: bool = False, deleted: list[str] | None = None
@@ -71,10 +71,10 @@ class Bare:
         return self
 
     def own(self, *, epoch: int = 5, in_sync: tuple[str, ...] = ("a", "b"), replicas: tuple[str, ...] = ("a", "b"),
-            primary: str = "a", shards: range = range(SHARDS)) -> Bare:  # fmt: skip
+            primary: str = "a", shards: range = range(SHARDS), former: tuple[str, ...] = ()) -> Bare:  # fmt: skip
         """Owner records for these shards."""
         liveness = self.core.lease.liveness_epoch if primary == "a" else 1
-        record = encode_record(ShardOwner(primary, liveness, epoch, replicas, in_sync))
+        record = encode_record(ShardOwner(primary, liveness, epoch, replicas, in_sync, former))
         self.records(*((owner_key(shard), record) for shard in shards))
         return self
 
@@ -83,13 +83,16 @@ class Bare:
 
     def put(self, keys: list[bytes], datas: list[bytes], *, op: int = 1, session: bool = True, fresh: bool = True,
             min_copies: int = 1, peer: str = "", delete: bool = False, seen: Version = NO_VERSION,
-            deadline_ms: int = 1000, ids: list[bytes] | None = None) -> list[fx.Effect]:  # fmt: skip
+            deadline_ms: int = 1000, ids: list[bytes] | None = None,
+            relay: bool = False) -> list[fx.Effect]:  # fmt: skip
         """A whole put: begin, fill, filled; returns the effects of both steps without the Fill."""
         ids = ids or [checksum(b"%d" % op) + index.to_bytes(8, "big") for index in range(len(keys))]
         items = [PutItem(k[8:], i, len(d), checksum(d), seen) for k, i, d in zip(keys, ids, datas, strict=True)]
         deadline = self.now + deadline_ms * MS
         effects = self.step(
-            ev.PutBegin(self.now, op, keys, items, deadline, session, fresh, min_copies, peer, delete=delete)
+            ev.PutBegin(
+                self.now, op, keys, items, deadline, session, fresh, min_copies, peer, delete=delete, relay=relay
+            )
         )
         if delete:
             return effects
@@ -103,8 +106,41 @@ class Bare:
         return rest + self.step(ev.PutFilled(self.now, op, sums))
 
     def get(self, keys: list[bytes], *, op: int = 900, session: bool = True, verify: bool = False,
-            local_only: bool = False, deadline_ms: int = 300) -> list[fx.Effect]:  # fmt: skip
-        return self.step(ev.Get(self.now, op, keys, self.now + deadline_ms * MS, session, local_only, verify))
+            local_only: bool = False, deadline_ms: int = 300, floors: list[Version] | None = None,
+            if_newer: bool = False, relayed: bool = False) -> list[fx.Effect]:  # fmt: skip
+        deadline = self.now + deadline_ms * MS
+        return self.step(
+            ev.Get(self.now, op, keys, deadline, session, local_only, verify, floors or [], if_newer, relayed)
+        )
+
+    def receive(self, *pairs: tuple[ReplicaItem, bytes], peer: str = "b", op: int = 50, fill: bool = False,
+                surplus: bool = False) -> list[fx.Effect]:  # fmt: skip
+        """A whole stream message: begin, fill, filled; returns the effects of the last step."""
+        items = [item for item, _ in pairs]
+        begun = only(self.step(ev.ReplicaBegin(self.now, op, peer, items, fill, surplus)), fx.Fill)
+        sums: list[bytes | None] = []
+        for slot, (_, data) in zip(begun.slots, pairs, strict=True):
+            if slot is not None:
+                self.tier.write(slot, data)
+            sums.append(checksum(data) if slot is not None else None)
+        return self.step(ev.ReplicaFilled(self.now, op, sums))
+
+    def fetched(self, fetch: fx.Fetch, *answers: bytes | BlockInfo, version: Version = NO_VERSION,
+                elapsed_ms: float = 1) -> list[fx.Effect]:  # fmt: skip
+        """A peer answers a fetch: bytes are a hit of `version`."""
+        infos: list[BlockInfo] = []
+        slots: list[Slot | None] = []
+        for answer in answers:
+            if isinstance(answer, bytes):
+                slot = self.core.state.directory.reserve(len(answer))
+                self.tier.write(slot, answer)
+                infos.append(BlockInfo(0, version, len(answer), checksum(answer)))
+                slots.append(slot)
+            else:
+                infos.append(answer)
+                slots.append(None)
+        elapsed = int(elapsed_ms * MS)
+        return self.step(ev.Fetched(self.now, fetch.op, fetch.peer, fetch.indices, infos, slots, elapsed))
 
     def unref(self, slots: list[Slot | None]) -> None:
         self.step(ev.Unref(self.now, [slot for slot in slots if slot is not None]))
@@ -123,6 +159,22 @@ def only(effects: list[fx.Effect], kind: type) -> object:  # type: ignore[type-a
 def beats(effects: list[fx.Effect]) -> list:  # type: ignore[type-arg]
     """Commits of membership: renewals and joins."""
     return [commit for commit in all_of(effects, fx.Commit) if any(write.key == "hb/a" for write in commit.writes)]
+
+
+def item(key: bytes, data: bytes, seq: int = 1, *, authority: int = 5, epoch: int = 5, payload: bool = True,
+         state: EntryState = EntryState.COMMITTED, prev: Version = NO_VERSION, skip: bool = False,
+         expiry_ms: int = 0) -> ReplicaItem:  # fmt: skip
+    """One stamped write as a peer would send it; `skip` stands for bytes that are not sent at all."""
+    digest = checksum(data) if state is EntryState.COMMITTED else b"\0" * 16
+    return ReplicaItem(
+        key, authority, Version(epoch, seq), b"p" * 24, digest, prev, len(data), state=int(state),
+        payload=payload and not skip and state is EntryState.COMMITTED, skip=skip, expiry_ms=expiry_ms,
+    )  # fmt: skip
+
+
+def sends(effects: list[fx.Effect], kind: type) -> list[fx.Send]:
+    """Messages of one kind among the effects."""
+    return [effect for effect in effects if isinstance(effect, fx.Send) and isinstance(effect.message, kind)]
 
 
 def all_of(effects: list[fx.Effect], kind: type) -> list:  # type: ignore[type-arg]

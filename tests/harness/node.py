@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from harness.world import World
 
 MS = 1_000_000
+DONE = (fx.Fill, fx.PutDone, fx.ReplicaDone, fx.OfferDone, fx.VectorDone, fx.GetDone, fx.ExistsDone)
 SCOPE = b"scope..1"
 
 
@@ -114,7 +115,7 @@ class Node:
             if hint.entry.slot is not None:
                 expected[hint.entry.slot.offset] += 1
         for read in core.reads.ops.values():
-            for slot in read.slots:
+            for slot in [*read.slots, *(entry.slot for entry in read.doubtful.values())]:
                 if slot is not None:
                     expected[slot.offset] += 1
         for offset, count in self.held.items():
@@ -140,7 +141,7 @@ class Node:
             world.fetch(self, effect)
         elif isinstance(effect, fx.Verify):
             self.soon(lambda: self._verify(effect))
-        elif isinstance(effect, fx.Fill | fx.PutDone | fx.ReplicaDone | fx.OfferDone | fx.GetDone | fx.ExistsDone):
+        elif isinstance(effect, DONE):
             self.waiting[effect.op](effect)
             if not isinstance(effect, fx.Fill):
                 del self.waiting[effect.op]

@@ -40,6 +40,7 @@ SECOND = 1_000_000_000
 MISS_PART = 1
 LIE_PART = 2
 REFUSE_PART = 3
+CURRENT_PART = 4
 
 
 # -- the peer: `python test_peers.py PORT` serves GETs of 8 MiB per key[0], and takes PUTs ---------------------------
@@ -80,6 +81,9 @@ def answer_get(link: TcpLink, header: Header, message: GetRequest, blocks: dict[
         return
     infos, payload = [], []
     for key in message.keys:
+        if message.part == CURRENT_PART and key[0] % 2:
+            infos.append(BlockInfo(int(MissReason.CURRENT), Version(1, 1)))
+            continue
         if message.part == MISS_PART and key[0] % 2:
             infos.append(BlockInfo(int(MissReason.ABSENT)))
             continue
@@ -216,6 +220,35 @@ def test_answer_that_does_not_fit(pool: FetchPool, part: int) -> None:
     result = pool.get("peer", request(4, 1, part), Area().place, start + 2 * SECOND)
     assert {info.reason for info in result.infos} == {int(MissReason.UNREACHABLE)}
     assert not idle_links(pool)
+
+
+@pytest.mark.parametrize(
+    ("flags", "floors", "believed"),
+    [
+        (GetFlag.FLOORS | GetFlag.IF_NEWER, [Version(1, 1)] * 4, True),
+        (GetFlag.FLOORS | GetFlag.IF_NEWER, [Version(1, 1)] * 3 + [Version(1, 2)], False),
+        (GetFlag.FLOORS, [Version(1, 1)] * 4, False),
+        (GetFlag(0), [], False),
+    ],
+)
+def test_current_is_believed_only_of_the_version_that_was_named(
+    pool: FetchPool, flags: GetFlag, floors: list[Version], believed: bool
+) -> None:
+    area = Area()
+    asked = request(4, 1, CURRENT_PART)
+    asked.flags |= int(flags)
+    asked.floors = floors
+    result = pool.get("peer", asked, area.place, now_ns() + 5 * SECOND)
+    if believed:
+        none, current = int(MissReason.NONE), int(MissReason.CURRENT)
+        assert [info.reason for info in result.infos] == [none, current, none, current]
+        assert [info.version for info in result.infos] == [Version(1, 1)] * 4
+        assert (area.check(result.infos), result.arrived_bytes) == (2, 2 << 20)
+        assert len(idle_links(pool)) == 1
+    else:
+        assert {info.reason for info in result.infos} == {int(MissReason.UNREACHABLE)}
+        assert not area.views
+        assert not idle_links(pool)
 
 
 def test_peer_frozen_in_the_middle_of_the_payload(peer: Peer, pool: FetchPool) -> None:

@@ -64,16 +64,37 @@ def replicate_reply(pairs: list[tuple[int, int]]) -> m.ReplicateReply:
     return m.ReplicateReply([status for status, _ in pairs], [epoch for _, epoch in pairs])
 
 
+def get(keys: list[bytes], floors: list[Version], flags: int, rest: tuple[int, int, int]) -> m.GetRequest:
+    """With FLOORS, as many floors as keys: the drawn ones over and over."""
+    deadline_ms, level, part = rest
+    flags &= ~1 if flags & 16 else ~0
+    if not flags & 4:
+        return m.GetRequest(keys, deadline_ms, level, flags & ~8, part)
+    return m.GetRequest(keys, deadline_ms, level, flags, part, (floors * len(keys))[: len(keys)])
+
+
+def span(epoch: int, first: int, length: int) -> m.Span:
+    return m.Span(epoch, first, min(first + length, 2**64 - 1))
+
+
+SPAN_LISTS = st.lists(st.builds(span, EPOCHS, st.integers(1, 2**64 - 1), U64), max_size=4)
 PUT_ITEMS = st.builds(put_item, st.builds(m.PutItem, KEYS, PUT_IDS, LENGTHS, SUMS, VERSIONS, U32, U16, U16, U64), U16)
 DELETE_ITEMS = st.builds(m.PutItem, KEYS, PUT_IDS, st.just(0), SUMS, VERSIONS)
+NAMESPACES = st.builds(Namespace, TEXT, expiry_ms=BIG, owner=TEXT, revision=BIG, dropped=st.booleans())
 OWNERS = st.builds(
     m.ShardOwner, TEXT, BIG, BIG, st.lists(TEXT, max_size=3).map(tuple), st.lists(TEXT, max_size=2).map(tuple)
 )
 MESSAGES: dict[Kind, st.SearchStrategy[Any]] = {
     Kind.HELLO: st.builds(m.Hello, BIG, BIG, BIG, TEXT, TEXT, TEXT, BYTES16, TEXT, BIG),
-    Kind.WELCOME: st.builds(m.Welcome, BIG, TEXT, TEXT, BYTES16, st.builds(Namespace, TEXT), BIG, BIG, BIG),
+    Kind.WELCOME: st.builds(m.Welcome, BIG, TEXT, TEXT, BYTES16, NAMESPACES, BIG, BIG, BIG),
     Kind.ERROR: st.builds(m.ErrorFrame, TEXT, st.booleans()),
-    Kind.GET: st.builds(m.GetRequest, some(KEYS), U32, LEVELS, st.integers(0, 3), U16),
+    Kind.GET: st.builds(
+        get,
+        some(KEYS),
+        st.lists(VERSIONS, min_size=1, max_size=5),
+        st.integers(0, 31),
+        st.tuples(U32, LEVELS, U16),
+    ),
     Kind.GET_REPLY: st.builds(
         m.GetReply,
         some(st.builds(hit, VERSIONS, LENGTHS, SUMS, U64) | st.builds(miss, st.integers(1, max(MissReason)), VERSIONS)),
@@ -81,13 +102,16 @@ MESSAGES: dict[Kind, st.SearchStrategy[Any]] = {
     ),
     Kind.UNPIN: st.builds(m.Unpin, some(U64)),
     Kind.EXISTS: st.builds(m.ExistsRequest, some(KEYS), U32, st.integers(0, 1)),
-    Kind.EXISTS_REPLY: st.builds(m.ExistsReply, some(st.integers(0, max(MissReason)))),
+    Kind.EXISTS_REPLY: st.builds(
+        m.ExistsReply,
+        some(st.sampled_from([int(reason) for reason in MissReason if reason is not MissReason.CURRENT])),
+    ),
     Kind.PUT: st.builds(
         m.PutRequest,
         some(PUT_ITEMS),
         LEVELS,
         U32,
-        st.integers(0, 15),
+        st.integers(0, 15).filter(lambda flags: flags & 12 != 8),
         st.integers(0, 255),
         st.just(b"") | st.binary(min_size=8, max_size=8),
     ),
@@ -113,8 +137,11 @@ MESSAGES: dict[Kind, st.SearchStrategy[Any]] = {
                 st.integers(1, 65535),
                 U64,
                 st.booleans(),
+                st.just(0),
+                st.booleans(),
             )
         ),
+        st.booleans(),
         st.booleans(),
     ),
     Kind.REPLICATE_REPLY: st.builds(replicate_reply, some(st.tuples(st.integers(0, 5), EPOCHS))),
@@ -135,6 +162,15 @@ MESSAGES: dict[Kind, st.SearchStrategy[Any]] = {
     ),
     Kind.STATUS: st.just(m.StatusRequest()),
     Kind.STATUS_REPLY: st.builds(m.StatusReply, st.binary(max_size=200)),
+    Kind.VECTOR: st.builds(
+        m.Vector,
+        some(st.builds(m.VectorItem, st.integers(0, SHARDS - 1), EPOCHS, VERSIONS, SPAN_LISTS, st.booleans())),
+    ),
+    Kind.VECTOR_REPLY: st.builds(
+        m.VectorReply, some(st.builds(m.VectorAnswer, st.integers(0, max(m.VectorStatus)), EPOCHS, SPAN_LISTS))
+    ),
+    Kind.ADMIN: st.builds(m.AdminRequest, st.text(max_size=64), st.binary(max_size=200), U32),
+    Kind.ADMIN_REPLY: st.builds(m.AdminReply, st.booleans(), st.binary(max_size=200), TEXT),
 }
 ANY = st.one_of(*MESSAGES.values())
 

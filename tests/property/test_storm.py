@@ -33,7 +33,7 @@ def test_storms(batch):
     hits = 0
     for seed in range(batch * SEEDS_PER_BATCH, (batch + 1) * SEEDS_PER_BATCH):
         try:
-            hits += run_storm(seed, duration_ms=2000, quiet_ms=4000, **options(seed)).hits
+            hits += run_storm(seed, duration_ms=2000, quiet_ms=8000, **options(seed)).hits
         except Exception as error:
             raise AssertionError(f"seed {seed} {options(seed)}: {error}") from error
     assert hits > 20 * SEEDS_PER_BATCH, "a cache that never hits proves nothing"
@@ -106,7 +106,7 @@ def test_same_seed_same_run():
 def caught_within(seeds: int) -> bool:
     for seed in range(seeds):
         try:
-            run_storm(seed, duration_ms=2000, quiet_ms=4000, nodes=3, keys=10, fault_share=0.1, flips=seed % 2 == 0)
+            run_storm(seed, duration_ms=2000, quiet_ms=8000, nodes=3, keys=10, fault_share=0.1, flips=seed % 2 == 0)
         except (AssertionError, KeyError):
             return True
     return False

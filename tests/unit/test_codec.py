@@ -31,12 +31,15 @@ INNER = b"scope---" + KEY
 PUT_ID = b"incarnation-16by" + struct.pack("<Q", 7)
 SUM = b"checksum-16bytes"
 VERSION = Version((3 << 40) | 5, 77)
+FLOOR = Version((3 << 40) | 4, 2**64 - 1)
+SPANS = [m.Span(VERSION.epoch, 1, 76), m.Span(VERSION.epoch, 78, 2**64 - 1)]
 NODE = m.NodeAddress("a", "10.0.0.1:7000", "/run/a.sock", "boot", 4)
+POLICY = Namespace("chat", 7, 2, 1, 3, 2, False, 2, 1 << 20, 60_000, "team kv", 9, True)
 
 # Every kind, with a value in every field that is not its default.
 SAMPLES: list[tuple[Kind, Any, int]] = [
     (Kind.HELLO, m.Hello(1, 1, 1, "cluster", "default", "n1", b"i" * 16, "chat", 1 << 20), 0),
-    (Kind.WELCOME, m.Welcome(1, "cluster", "n1", b"i" * 16, Namespace("default"), 1 << 30, 1 << 20, 1 << 27), 0),
+    (Kind.WELCOME, m.Welcome(1, "cluster", "n1", b"i" * 16, POLICY, 1 << 30, 1 << 20, 1 << 27), 0),
     (Kind.ERROR, m.ErrorFrame("go away: ünïcode", True), 0),
     (Kind.GET, m.GetRequest([KEY, KEY[::-1]], 250, 1, 3, 2), 0),
     (Kind.GET_REPLY, m.GetReply([m.BlockInfo(0, VERSION, 4096, SUM, 8192), m.BlockInfo(3)], 9), 4096),
@@ -65,8 +68,9 @@ SAMPLES: list[tuple[Kind, Any, int]] = [
             [
                 m.ReplicaItem(INNER, 6, VERSION, PUT_ID, SUM, Version(1, 2), 100, 9, 2, 3, 1234567890123, True),
                 m.ReplicaItem(INNER, 6, VERSION, PUT_ID, SUM, length=100, payload=False),
-                m.ReplicaItem(INNER, 6, VERSION, PUT_ID, SUM, state=3),
+                m.ReplicaItem(INNER, 6, VERSION, PUT_ID, SUM, state=3, skip=True),
             ],
+            True,
             True,
         ),
         100,
@@ -78,8 +82,23 @@ SAMPLES: list[tuple[Kind, Any, int]] = [
     (Kind.MAP_REPLY, m.MapReply(43, (NODE,), (m.ShardOwner("a", 4, 9, ("a", "b"), ("a",), ("c",)), *[None] * 255)), 0),
     (Kind.STATUS, m.StatusRequest(), 0),
     (Kind.STATUS_REPLY, m.StatusReply(b'{"node": "a"}'), 0),
+    (
+        Kind.VECTOR,
+        m.Vector([m.VectorItem(255, 8, FLOOR, SPANS, True), m.VectorItem(0, 0, VERSION, [], False)]),
+        0,
+    ),
+    (
+        Kind.VECTOR_REPLY,
+        m.VectorReply([m.VectorAnswer(1, EPOCH_MAX), m.VectorAnswer(0, 0, SPANS), m.VectorAnswer(3)]),
+        0,
+    ),
+    (Kind.ADMIN, m.AdminRequest("namespace.create", b'{"name": "chat"}', 900), 0),
+    (Kind.ADMIN_REPLY, m.AdminReply(False, b"[]", "there is no such namespace"), 0),
+    (Kind.GET, m.GetRequest([KEY, KEY[::-1]], 250, 1, 4 | 8 | 16, 0, [FLOOR, VERSION]), 0),
+    (Kind.PUT, m.PutRequest([m.PutItem(KEY, PUT_ID, 100)], 1, 9, 4 | 8, 2, b"8 bytes."), 100),
 ]
 IDS = [kind.name for kind, _, _ in SAMPLES]
+IDS[-2:] = ["GET with floors", "PUT relayed"]
 
 
 def split(frame: bytes) -> tuple[codec.Header, bytes, bytes]:
@@ -141,6 +160,36 @@ def test_the_layout_of_a_get_is_what_the_protocol_says() -> None:
     body = struct.pack("<IHHBBHI", 1000, 1, 2, 1, 0, 3, 0) + KEY
     fixed = struct.pack("<4sBBHIIQI", b"EKV1", 1, 10, 0, 7, len(body), 0, 0)
     assert frame == fixed + struct.pack("<I", zlib.crc32(fixed + body)) + body
+
+
+def test_floors_stand_behind_the_keys_as_the_protocol_says() -> None:
+    frame = codec.encode(m.GetRequest([KEY, KEY], 1000, 1, 4, 0, [VERSION, FLOOR]), 7)
+    head = struct.pack("<IHHBBHI", 1000, 2, 4, 1, 0, 0, 0)
+    assert frame[32:] == head + KEY + KEY + struct.pack("<4Q", *VERSION, *FLOOR)
+    floors = decode(frame).floors
+    assert all(type(floor) is Version for floor in floors)
+
+
+def test_the_layout_of_a_vector_is_what_the_protocol_says() -> None:
+    items = [m.VectorItem(3, 8, FLOOR, SPANS, True), m.VectorItem(4, 9, VERSION, [m.Span(1, 2, 3)])]
+    body = struct.pack("<HHI", 2, 3, 0)
+    body += struct.pack("<HHBBHQQQ", 3, 2, 1, 0, 0, 8, *FLOOR) + struct.pack("<HHBBHQQQ", 4, 1, 0, 0, 0, 9, *VERSION)
+    body += struct.pack("<9Q", *SPANS[0], *SPANS[1], 1, 2, 3)
+    assert codec.encode(m.Vector(items), 1)[32:] == body
+    answers = [m.VectorAnswer(2), m.VectorAnswer(0, 5, SPANS)]
+    body = struct.pack("<HHI", 2, 2, 0) + struct.pack("<HBBIQ", 0, 2, 0, 0, 0) + struct.pack("<HBBIQ", 2, 0, 0, 0, 5)
+    assert codec.encode(m.VectorReply(answers), 1)[32:] == body + struct.pack("<6Q", *SPANS[0], *SPANS[1])
+
+
+def test_a_full_vector_fits_its_frame() -> None:
+    share = m.SPANS_MAX // BATCH_KEYS_MAX
+    spans = [m.Span(1, at, at) for at in range(1, share + 1)]
+    full = m.Vector([m.VectorItem(0, 1, VERSION, spans)] * BATCH_KEYS_MAX)
+    frame = codec.encode(full, 1)
+    assert len(frame) == 32 + 8 + 32 * BATCH_KEYS_MAX + 24 * m.SPANS_MAX <= codec.FRAME_BYTES_MAX
+    assert decode(frame) == full
+    with pytest.raises(InvariantViolation, match="over the limit of 4096"):
+        codec.encode(m.VectorReply([m.VectorAnswer(0, 1, [m.Span(1, 1, 1)] * (m.SPANS_MAX + 1))]), 1)
 
 
 @pytest.mark.parametrize("size", [0, 1, 5119, 5120, 5121, 10240, 20000])
@@ -207,6 +256,25 @@ def test_a_truncated_or_extended_body_is_refused(kind: Kind, message: Any, paylo
         decode(reframe(frame, body + b"\0"))
 
 
+@pytest.mark.parametrize(("kind", "message", "payload"), SAMPLES, ids=IDS)
+def test_every_byte_of_a_body_may_be_wrong(kind: Kind, message: Any, payload: int) -> None:
+    """Also behind a CRC that fits: the frame is refused, or is one that somebody could have sent."""
+    frame = codec.encode(message, 1, payload)
+    seen_other = 0
+    for at in range(32, len(frame)):
+        for mask in (0x01, 0x80, 0xFF):
+            body = bytearray(frame[32:])
+            body[at - 32] ^= mask
+            changed = reframe(frame, bytes(body))
+            try:
+                other = decode(changed)
+            except ProtocolError:
+                continue
+            assert decode(codec.encode(other, 1, payload)) == other
+            seen_other += other != message
+    assert seen_other or len(frame) < 34  # what no flip can change is not encoded
+
+
 def body_with(sample: int, at: int, layout: str, *values: int) -> bytes:
     """A sample's frame with values written into its body and the CRC made right again."""
     _, message, payload = SAMPLES[sample]
@@ -216,7 +284,13 @@ def body_with(sample: int, at: int, layout: str, *values: int) -> bytes:
     return reframe(frame, bytes(body))
 
 
+def packed(sample: int, fields: list[Any]) -> bytes:
+    """A sample's frame with another MessagePack array as its body."""
+    return reframe(codec.encode(SAMPLES[sample][1], 1), msgspec.msgpack.encode(fields))
+
+
 GET, GET_REPLY, PUT, DELETE, PUT_REPLY, REPLICATE, OFFER = 3, 4, 8, 9, 10, 11, 13
+VECTOR, VECTOR_REPLY, ADMIN, ADMIN_REPLY, FLOORS = 19, 20, 21, 22, 23
 
 
 @pytest.mark.parametrize(
@@ -224,7 +298,14 @@ GET, GET_REPLY, PUT, DELETE, PUT_REPLY, REPLICATE, OFFER = 3, 4, 8, 9, 10, 11, 1
     [
         (body_with(GET, 4, "H", 129), "over the limit of 128"),
         (body_with(GET, 4, "H", 1), "does not hold 1 items"),
-        (body_with(GET, 6, "H", 4), "unknown flags"),
+        (body_with(GET, 6, "H", 32), "unknown flags"),
+        (body_with(GET, 6, "H", 4), "does not hold 2 items"),
+        (body_with(GET, 6, "H", 8), "contradict"),
+        (body_with(GET, 6, "H", 1 | 16), "contradict"),
+        (body_with(FLOORS, 6, "H", 0), "does not hold 2 items"),
+        (body_with(FLOORS, 4, "H", 129), "over the limit of 128"),
+        (body_with(FLOORS, 16 + 64, "Q", 1 << 63), "epoch"),
+        (body_with(FLOORS, 16 + 64 + 16, "Q", EPOCH_MAX + 1), "epoch"),
         (body_with(GET, 8, "B", 3), "level 3"),
         (body_with(GET_REPLY, 16, "Q", EPOCH_MAX + 1), "epoch"),
         (body_with(GET_REPLY, 16 + 40, "I", BLOCK_BYTES_MAX + 1), "length"),
@@ -233,7 +314,10 @@ GET, GET_REPLY, PUT, DELETE, PUT_REPLY, REPLICATE, OFFER = 3, 4, 8, 9, 10, 11, 1
         (body_with(GET_REPLY, 16 + 40, "I", 4095), "states 4095 payload bytes, its header says 4096"),
         (body_with(6, 8, "B", 1), "EXISTS"),
         (body_with(7, 8, "B", 99), "reason"),
+        (body_with(7, 8, "B", MissReason.CURRENT), "reason"),
         (body_with(PUT, 6, "H", 16), "unknown flags"),
+        (body_with(PUT, 6, "H", 8), "relay"),
+        (body_with(DELETE, 6, "H", 8 | 1), "relay"),
         (body_with(PUT, 8, "B", 7), "level 7"),
         (body_with(PUT, 10, "B", 4), "scope of 4 bytes"),
         (body_with(PUT, 24 + 72, "Q", 1 << 63), "epoch"),
@@ -243,10 +327,12 @@ GET, GET_REPLY, PUT, DELETE, PUT_REPLY, REPLICATE, OFFER = 3, 4, 8, 9, 10, 11, 1
         (body_with(PUT, 24 + 104, "HH", 0, 0), "part beyond"),
         (body_with(DELETE, 24 + 96, "I", 1), "DELETE states 1"),
         (body_with(PUT_REPLY, 8 + 26, "B", 6), "status"),
-        (body_with(PUT_REPLY, 8 + 27, "B", 11), "reason"),
+        (body_with(PUT_REPLY, 8 + 27, "B", len(RefuseReason)), "reason"),
         (body_with(PUT_REPLY, 8 + 16, "Q", 1 << 63), "epoch"),
         (body_with(REPLICATE, 8 + 140, "H", 3), "part beyond"),
         (body_with(REPLICATE, 2, "B", 2), "fill 2"),
+        (body_with(REPLICATE, 3, "B", 2), "surplus 2"),
+        (body_with(REPLICATE, 8 + 142, "B", 2), "skip flag"),
         (body_with(REPLICATE, 8 + 80, "Q", 1 << 63), "epoch"),
         (body_with(REPLICATE, 8 + 138, "B", 0), "state 0"),
         (body_with(REPLICATE, 8 + 138, "B", 4), "state"),
@@ -257,6 +343,29 @@ GET, GET_REPLY, PUT, DELETE, PUT_REPLY, REPLICATE, OFFER = 3, 4, 8, 9, 10, 11, 1
         (body_with(OFFER, 10, "H", 256), "shard 256"),
         (body_with(OFFER, 12, "B", 2), "last 2"),
         (body_with(14, 16, "H", 128), "index"),
+        (body_with(VECTOR, 0, "H", 129), "over the limit of 128"),
+        (body_with(VECTOR, 2, "H", 4097), "over the limit of 128, 4096"),
+        (body_with(VECTOR, 0, "H", 1), "does not hold 1 items"),
+        (body_with(VECTOR, 2, "H", 1), "does not hold 2 items, 1 spans"),
+        (body_with(VECTOR, 8 + 2, "H", 3), "its items name 3"),
+        (body_with(VECTOR, 8 + 32 + 2, "H", 65535), "its items name 65537"),
+        (body_with(VECTOR, 8, "H", 256), "shard 256"),
+        (body_with(VECTOR, 8 + 4, "B", 2), "adopt 2"),
+        (body_with(VECTOR, 8 + 8, "Q", 1 << 63), "epoch"),
+        (body_with(VECTOR, 8 + 16, "Q", 1 << 63), "epoch"),
+        (body_with(VECTOR, 8 + 64, "Q", 1 << 63), "epoch"),
+        (body_with(VECTOR, 8 + 64 + 8, "Q", 0), "begins at 0"),
+        (body_with(VECTOR, 8 + 64 + 24 + 16, "Q", 77), "ends before it begins"),
+        (body_with(VECTOR_REPLY, 0, "H", 129), "over the limit of 128"),
+        (body_with(VECTOR_REPLY, 2, "H", 4097), "over the limit"),
+        (body_with(VECTOR_REPLY, 8, "H", 1), "its items name 3"),
+        (body_with(VECTOR_REPLY, 8 + 2, "B", 4), "status"),
+        (body_with(VECTOR_REPLY, 8 + 8, "Q", 1 << 63), "epoch"),
+        (body_with(VECTOR_REPLY, 8 + 48 + 8, "Q", 0), "begins at 0"),
+        (packed(ADMIN, ["v" * 65]), "verb of 65 characters"),
+        (packed(ADMIN, ["v", b"x" * 65537]), "65537 bytes of arguments"),
+        (packed(ADMIN, ["v", b"", -1]), "deadline of -1 ms"),
+        (packed(ADMIN, ["v", b"", 1 << 32]), "deadline"),
     ],
 )
 def test_a_bad_field_says_what_is_wrong(frame: bytes, text: str) -> None:
@@ -322,6 +431,21 @@ def test_no_items_carry_no_payload(kind: Kind) -> None:
         m.Offer(0, 1, [m.OfferHead(KEY, VERSION, SUM)]),
         m.Offer(0, 1, [m.OfferHead(INNER, VERSION, SUM)] * 129),
         m.OfferReply(list(range(129))),
+        m.GetRequest([KEY], flags=4),
+        m.GetRequest([KEY], flags=4, floors=[VERSION] * 2),
+        m.GetRequest([KEY], flags=4, floors=[Version(-1, 0)]),
+        m.GetRequest([KEY], floors=[VERSION]),
+        m.GetRequest([KEY], flags=8),
+        m.GetRequest([KEY], flags=1 | 16),
+        m.PutRequest([m.PutItem(KEY, PUT_ID, 1)], flags=8),
+        m.Vector([m.VectorItem(0, 1, VERSION, [])] * 129),
+        m.Vector([m.VectorItem(0, 1, VERSION, [m.Span(1, 0, 5)])]),
+        m.Vector([m.VectorItem(0, 1, Version(-1, 0), [])]),
+        m.VectorReply([m.VectorAnswer(0, 1, [m.Span(1, 6, 5)])]),
+        m.VectorReply([m.VectorAnswer(0)] * 129),
+        m.AdminRequest("v" * 65),
+        m.AdminRequest("v", b"x" * 65537),
+        m.AdminRequest("v", b"", -1),
         m.StatusReply(b"x" * codec.BODY_BYTES_MAX),
     ],
     ids=lambda message: type(message).__name__,
@@ -347,7 +471,7 @@ def test_our_own_mistakes_stop_at_the_sender(message: Any) -> None:
     ],
     ids=["empty", "reserved", "array", "string", "bin", "nested", "utf8", "type", "map", "numbers"],
 )
-@pytest.mark.parametrize("sample", [0, 1, 2, 16, 18])
+@pytest.mark.parametrize("sample", [0, 1, 2, 16, 18, ADMIN, ADMIN_REPLY])
 def test_hostile_messagepack_is_a_protocol_error(sample: int, body: bytes) -> None:
     frame = codec.encode(SAMPLES[sample][1], 1)
     with pytest.raises(ProtocolError):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from emberkv.config import ClusterConfig, NamespaceConfig, NodeConfig, dump, load, parse_size, write
+from emberkv.core.budget import Costs
 from emberkv.errors import ConfigError
 from emberkv.types import Level
 
@@ -96,8 +97,15 @@ def test_what_was_written_is_read_back(tmp_path: Path) -> None:
         members=["a", "b"],
         namespaces=[
             NamespaceConfig(name="default"),
-            NamespaceConfig(name="kv", level="session", min_copies=2, parts=1),
+            NamespaceConfig(name="kv", level="session", min_copies=2, parts=1, factor=2, expiry="10m", owner="team-a"),
+            NamespaceConfig(name="ledger", level="strong"),
         ],
+        costs=Costs(commit_ms=60.5, drift=1e-05),
+        ttl="2s",
+        heartbeat="0.5s",
+        margin="150ms",
+        tombstone_retention="2h",
+        hint_age_max="30m",
         control_dir='/tmp/with "quotes" and \\',
         data_dir="/tmp/ünï",
     )
@@ -126,9 +134,13 @@ def test_digest_is_of_the_meaning() -> None:
         digest(factor=1),
         digest(control_dir="/elsewhere"),
         digest(data_dir="/elsewhere"),
-        digest(namespaces=[NamespaceConfig(name="other")]),
+        digest(ttl="2s"),
+        digest(hint_age_max="10m"),
+        digest(costs=Costs(commit_ms=60)),
     ]
     assert len(set(changed)) == len(changed)
+    # Namespaces change at run time; each is compared with its own record, not with the other nodes' files.
+    assert digest() == digest(namespaces=[NamespaceConfig(name="other")])
 
 
 @pytest.mark.parametrize(
@@ -164,6 +176,58 @@ def test_digest_is_of_the_meaning() -> None:
         ("[node]", "[node]\nprefault = 'yes'", "node.toml:13: prefault: expected bool, got str"),
         ("[node]", "[node]\ndata_dir = '~nobody-like-this/x'", "names a home directory that is not there"),
         ("[cluster]", "x = 1\n[cluster]", "node.toml:1: unknown table or key 'x'"),
+        ('"3s"', '"1e9s"', "node.toml:4: failover_budget: failover budget 1e+12 ms is not between 0 and 1 hour"),
+        ('"3s"', '"-1"', "node.toml:4: failover_budget: failover budget -1000 ms is not between 0 and 1 hour"),
+        ('"3s"', '"nan"', "node.toml:4: failover_budget: failover budget nan ms is not between"),
+        ('"3s"', '"banana"', "node.toml:4: failover_budget: 'banana' is not a duration"),
+        (
+            '"3s"',
+            '"3s"\nttl = "5s"',
+            "node.toml:5: ttl: ttl 5000 ms makes an outage of 5580.0 ms, longer than the failov",
+        ),
+        ('"3s"', '"3s"\nttl = "-1"', "node.toml:5: ttl: '-1' is not a time above 0"),
+        ('"3s"', '"3s"\nttl = "inf"', "node.toml:5: ttl: 'inf' is not a time above 0"),
+        (
+            '"3s"',
+            '"3s"\nttl = 0.4',
+            "node.toml:5: ttl: a healthy node would lose its lease: T(1-d)/(1+d) - m >= heartb",
+        ),
+        ('"3s"', '"3s"\nmargin = "1.5s"', "node.toml:5: margin: a healthy node would lose its lease"),
+        ('"3s"', '"3s"\nmargin = "50ms"', "node.toml:5: margin: margin 50 ms is shorter than max(50, 3j) = 120 ms"),
+        ('"3s"', '"3s"\nheartbeat = "1s"', "heartbeat: heartbeat 1000 ms is longer than a third of the ttl of 2420 ms"),
+        ('"3s"', '"3s"\nhint_age_max = "1h"', "hint_age_max: 1h is not shorter than tombstone_retention 1h"),
+        ('"3s"', '"3s"\nhint_age_max = "0"', "node.toml:5: hint_age_max: '0' is not between 1s and 30 days"),
+        (
+            "[node]",
+            "[cluster.costs]\ncommit = 5\n[node]",
+            "node.toml:13: unknown key 'commit'; did you mean 'commit_ms'",
+        ),
+        ("[node]", "[cluster.costs]\ncommit_ms = -5\n[node]", "node.toml:13: commit_ms: -5 is not a positive number"),
+        ("[node]", "[cluster.costs]\ndrift = 0.5\n[node]", "node.toml:13: drift: 0.5 leaves no room for any lease"),
+        ("[node]", "[cluster.costs]\ncommit_ms = 'x'\n[node]", "node.toml:13: commit_ms: expected float, got str"),
+        ('verify = "entry"', "factor = 3", "factor: namespace 'default' asks for 3 replicas, but each shard has 2"),
+        (
+            '"session"',
+            '"eventual"\nmin_copies = 2',
+            "min_copies: namespace 'default' is eventual, its puts wait for no copies",
+        ),
+        (
+            'verify = "entry"',
+            'expiry = "10ms"',
+            "node.toml:9: expiry: '10ms' is neither 0 (for ever) nor between 1s and ten",
+        ),
+        ('verify = "entry"', 'expiry = "soon"', "node.toml:9: expiry: 'soon' is not a duration"),
+        ('verify = "entry"', 'owner = "a b"', "node.toml:9: owner: 'a b' is not a name"),
+        (
+            '"session"',
+            '"strong"',
+            "verify: namespace 'default' is strong, its records are kept by the coordinator's engine",
+        ),
+        (
+            '"session"\nverify = "entry"',
+            '"strong"',
+            "block_bytes_max: 4194304 is more than a record of the strong namesp",
+        ),
     ],
 )
 def test_bad_files(tmp_path: Path, state: Path, old: str, new: str, message: str) -> None:
@@ -229,3 +293,31 @@ def test_sizes(text: str, size: int) -> None:
 def test_bad_sizes(text: str) -> None:
     with pytest.raises(ConfigError):
         parse_size(text)
+
+
+def test_a_namespace_states_only_what_it_names() -> None:
+    record = NamespaceConfig(name="kv", level="session", min_copies=2, expiry="90s").namespace(3)
+    assert (record.factor, record.min_copies, record.expiry_ms, record.verify_pin) == (3, 2, 90_000, True)
+    assert NamespaceConfig(name="kv").differences(record) == []
+    assert NamespaceConfig(name="kv", expiry="1.5m", factor=3, level="session").differences(record) == []
+    assert NamespaceConfig(name="kv", factor=2, owner="x").differences(record) == [
+        "factor 2 here, 3 in the cluster",
+        "owner x here, none in the cluster",
+    ]
+
+
+def test_a_strong_namespace_asks_nothing_of_replicas() -> None:
+    record = NamespaceConfig(name="ledger", level="strong").namespace(3)
+    assert (record.factor, record.min_copies, record.block_bytes_max) == (1, 1, 512 << 10)
+    for key, value in {"factor": 1, "min_copies": 1, "expiry": "0", "parts": 1, "verify": "pin"}.items():
+        with pytest.raises(ConfigError, match=f"^{key}: namespace 'ledger' is strong"):
+            NamespaceConfig(name="ledger", level="strong", **{key: value})  # type: ignore[arg-type]
+
+
+def test_stated_timers_reach_the_budget() -> None:
+    stated = {"ttl": "2s", "heartbeat": "500ms", "margin": "200ms"}
+    budget = ClusterConfig(cluster_id="c", members=["a", "b"], **stated).budget()  # type: ignore[arg-type]
+    assert (budget.ttl_ms, budget.heartbeat_ms, budget.margin_ms) == (2000, 500, 200)
+    assert budget.worst_case_ms < budget.budget_ms
+    slow = ClusterConfig(cluster_id="c", members=["a", "b"], costs=Costs(commit_ms=100)).budget()
+    assert slow.ttl_ms < ClusterConfig(cluster_id="c", members=["a", "b"]).budget().ttl_ms

@@ -4,15 +4,20 @@ import pytest
 
 from emberkv.core.directory import Directory, Entry, make_entry, restamped
 from emberkv.errors import InvariantViolation
-from emberkv.types import EntryState, MissReason, Version
+from emberkv.types import NO_VERSION, SCOPE_BYTES, EntryState, MissReason, Version, shard_of
 from harness.tier import MemoryTier
-from harness.world import key_of
+from harness.world import key_of, keys_of_shard
 
 
-def entry_of(directory: Directory, number: int, length: int = 10, seq: int = 1, slot=None) -> Entry:
-    slot = slot or directory.reserve(length)
+def entry_of(directory: Directory, number: int, length: int = 10, seq: int = 1, prev: int = 0) -> Entry:
     return make_entry(
-        key_of(number), state=EntryState.COMMITTED, version=Version(1, seq), put_id=b"", checksum=b"c" * 16, slot=slot
+        key_of(number),
+        state=EntryState.COMMITTED,
+        version=Version(1, seq),
+        put_id=b"",
+        checksum=b"c" * 16,
+        slot=directory.reserve(length),
+        prev=Version(1, prev) if prev else NO_VERSION,
     )
 
 
@@ -62,10 +67,11 @@ def test_full_tier_evicts_the_oldest_and_remembers_it():
     for number in range(9):
         directory.install(entry_of(directory, number))
     assert directory.get(key_of(0)) is None
-    assert directory.evicted == {key_of(0): Version(1, 1)}
+    assert list(directory.evicted) == [key_of(0)]
+    assert directory.evicted_version(key_of(0)) == Version(1, 1)
     assert directory.evictions == 1
     directory.install(entry_of(directory, 0, seq=3))
-    assert key_of(0) not in directory.evicted
+    assert directory.evicted_version(key_of(0)) == NO_VERSION
     directory.check()
 
 
@@ -107,6 +113,107 @@ def test_tombstones_hold_no_room_and_are_bounded(monkeypatch):
     directory.check()
     directory.install(entry_of(directory, 4, seq=9))
     assert directory.tombstones == 2
+    directory.check()
+
+
+def test_what_replaced_an_older_version_leaves_a_ghost_and_a_first_version_does_not():
+    directory = directory_of(8)
+    directory.install(entry_of(directory, 1))
+    directory.evict(directory.get(key_of(1)))
+    directory.install(entry_of(directory, 2, seq=2, prev=1))
+    directory.evict(directory.get(key_of(2)))
+    directory.install(entry_of(directory, 3))
+    directory.evict(directory.get(key_of(3)), Version(1, 9))  # a newer version found no room
+    (second,) = directory.ghosts(shard_of(key_of(2)), lambda version: version.epoch == 1)
+    (third,) = directory.ghosts(shard_of(key_of(3)), lambda version: version.epoch == 1)
+    assert [(ghost.key, ghost.version, ghost.slot) for ghost in (second, third)] == [
+        (key_of(2), Version(1, 2), None),
+        (key_of(3), Version(1, 9), None),
+    ]
+    assert not directory.ghosts(shard_of(key_of(1)), lambda version: True)
+    assert not directory.ghosts(shard_of(key_of(2)), lambda version: False)
+    directory.install(entry_of(directory, 2, seq=5))
+    assert not directory.ghosts(shard_of(key_of(2)), lambda version: True)
+
+
+def test_memory_of_an_eviction_only_rises():
+    directory = directory_of(8)
+    directory.remember_evicted(key_of(1), Version(2, 5), replaced=True)
+    directory.remember_evicted(key_of(1), Version(1, 9), replaced=False)
+    assert directory.evicted_version(key_of(1)) == Version(2, 5)
+    assert len(directory.ghosts(shard_of(key_of(1)), lambda version: version == Version(2, 5))) == 1
+
+
+def test_floor_only_rises_and_is_per_shard():
+    directory = directory_of(8)
+    directory.raise_floor(3, Version(2, 5))
+    directory.raise_floor(3, Version(1, 9))
+    assert directory.floors[3] == Version(2, 5)
+    assert directory.floors[4] == NO_VERSION
+
+
+def test_tombstone_that_is_forgotten_for_its_number_raises_the_floor(monkeypatch):
+    monkeypatch.setattr(Directory, "TOMBSTONES_MAX", 1)
+    directory = directory_of(8)
+    directory.install(tombstone(1, seq=7))
+    assert directory.floors[shard_of(key_of(1))] == NO_VERSION
+    directory.install(tombstone(2))
+    assert directory.get(key_of(1)) is None
+    assert directory.floors[shard_of(key_of(1))] == Version(1, 7)
+    assert directory.floors[shard_of(key_of(2))] == NO_VERSION
+
+
+def test_tombstones_are_forgotten_by_age_each_from_when_it_came_in(monkeypatch):
+    directory = directory_of(8)
+    for number in range(3):
+        directory.now_ns = number * 100
+        directory.install(tombstone(number, seq=number + 1))
+    directory.now_ns = 250
+    directory.install(tombstone(0, seq=9))  # deleted again: remembered from now on
+    directory.forget_tombstones(100)
+    assert directory.tombstones == 3  # one that came in at the very moment stays
+    directory.forget_tombstones(101)
+    assert directory.get(key_of(1)) is None
+    assert directory.floors[shard_of(key_of(1))] == Version(1, 2)
+    assert {n for n in range(3) if directory.get(key_of(n)) is not None} == {0, 2}
+    monkeypatch.setattr(Directory, "TOMBSTONES_PER_TICK_MAX", 1)
+    directory.forget_tombstones(1000)
+    assert directory.tombstones == 1
+    directory.forget_tombstones(1000)
+    assert directory.tombstones == 0
+    directory.check()
+
+
+def test_forgetting_that_an_overwritten_key_was_evicted_raises_the_floor(monkeypatch):
+    """Some node may still hold the older version: nothing else says any more that it is gone."""
+    monkeypatch.setattr(Directory, "EVICTED_MEMORY_MAX", 2)
+    directory = directory_of(8)
+    directory.remember_evicted(key_of(1), Version(1, 5), replaced=True)
+    directory.remember_evicted(key_of(2), Version(1, 6), replaced=False)
+    directory.remember_evicted(key_of(3), Version(1, 7), replaced=False)
+    assert directory.floors[shard_of(key_of(1))] == Version(1, 5)
+    assert not directory.ghosts(shard_of(key_of(1)), lambda version: True)
+    directory.remember_evicted(key_of(4), Version(1, 8), replaced=False)
+    assert directory.floors[shard_of(key_of(2))] == NO_VERSION
+
+
+def test_sweep_takes_what_expired_and_what_belongs_to_a_dropped_namespace_of_one_shard():
+    directory = directory_of(32)
+    shard = 3
+    keys = keys_of_shard(shard, 4)
+    foreign = b"dropped." + keys[3][SCOPE_BYTES:]
+    for key, expiry_ms in ((keys[0], 0), (keys[1], 1000), (keys[2], 1001), (foreign, 0)):
+        directory.install(
+            make_entry(
+                key, state=EntryState.COMMITTED, version=Version(1, 1), put_id=b"", checksum=b"c" * 16,
+                slot=directory.reserve(10), expiry_ms=expiry_ms,
+            )
+        )  # fmt: skip
+    directory.install(entry_of(directory, 1))
+    assert directory.sweep(shard + 1, 5000, {b"dropped."}) == 0
+    assert directory.sweep(shard, 1000, {b"dropped."}) == 2
+    assert {entry.key for entry in directory.entries(shard)} == {keys[0], keys[2]}
+    assert len(directory.tier.slots) == 3
     directory.check()
 
 

@@ -1,10 +1,9 @@
-"""Reads: near copy, replicas, a miss with its reason."""
+"""Reads: near copy, replicas, a miss with its reason. Session reads are in test_session_reads.py."""
 
 from emberkv.core import effects as fx
 from emberkv.core import events as ev
-from emberkv.core.get import BREAKER_FAILURES
 from emberkv.messages import BlockInfo
-from emberkv.types import NO_VERSION, MissReason, Version, checksum, shard_of
+from emberkv.types import NO_VERSION, MissReason, Namespace, Version, checksum, shard_of
 from harness.bare import MS, Bare, all_of, only
 from harness.world import World, key_of
 
@@ -13,7 +12,7 @@ FIRST = Version(5, 1)
 
 
 def replica(*, replicas: tuple[str, ...] = ("b", "c"), former: tuple[str, ...] = ()) -> Bare:
-    return Bare().join().own(primary="b", replicas=replicas, in_sync=replicas)
+    return Bare().join().own(primary="b", replicas=replicas, in_sync=replicas, former=former)
 
 
 def primary() -> Bare:
@@ -28,20 +27,10 @@ def reasons(effects: list[fx.Effect]) -> list[int]:
     return [info.reason for info in done(effects).infos]
 
 
-def fetched(bare: Bare, fetch: fx.Fetch, *answers: bytes | MissReason, version: Version = FIRST,
+def fetched(bare: Bare, fetch: fx.Fetch, *answers: bytes | MissReason | BlockInfo, version: Version = FIRST,
             elapsed_ms: float = 1) -> list[fx.Effect]:  # fmt: skip
-    infos, slots = [], []
-    for answer in answers:
-        if isinstance(answer, bytes):
-            slot = bare.core.state.directory.reserve(len(answer))
-            bare.tier.write(slot, answer)
-            infos.append(BlockInfo(0, version, len(answer), checksum(answer)))
-            slots.append(slot)
-        else:
-            infos.append(BlockInfo(int(answer)))
-            slots.append(None)
-    event = ev.Fetched(bare.now, fetch.op, fetch.peer, fetch.indices, infos, slots, int(elapsed_ms * MS))
-    return bare.step(event)
+    infos = [BlockInfo(int(answer)) if isinstance(answer, MissReason) else answer for answer in answers]
+    return bare.fetched(fetch, *infos, version=version, elapsed_ms=elapsed_ms)
 
 
 def test_all_here_is_answered_in_one_step_and_the_reader_owns_the_bytes():
@@ -140,30 +129,6 @@ def test_deadline_that_passed_while_absent_was_not_certain_is_a_deadline():
     assert reasons(fetched(bare, first, MissReason.ABSENT)) == [MissReason.DEADLINE]
 
 
-def test_source_that_fails_is_asked_last_until_its_breaker_closes():
-    bare = replica()
-    shy = only(bare.get([K1]), fx.Fetch).peer
-    for number in range(BREAKER_FAILURES):
-        fetch = all_of(bare.get([key_of(10 + number)], op=950 + number), fx.Fetch)[0]
-        assert fetch.peer == shy
-        fetched(bare, fetch, MissReason.DEADLINE)
-    assert only(bare.get([K2], op=960), fx.Fetch).peer != shy
-    assert bare.core.state.counters["breaker_opened"] == 1
-    bare.now += 501 * MS
-    fetch = only(bare.get([K2], op=961), fx.Fetch)
-    assert fetch.peer == shy
-    fetched(bare, fetch, b"ok")
-    assert bare.core.reads.sources[shy].failures == 0
-
-
-def test_faster_source_is_asked_first():
-    bare = replica()
-    first = only(bare.get([K1]), fx.Fetch)
-    second = only(fetched(bare, first, MissReason.ABSENT, elapsed_ms=9), fx.Fetch)
-    fetched(bare, second, MissReason.ABSENT, elapsed_ms=1)
-    assert only(bare.get([K2], op=901), fx.Fetch).peer == second.peer
-
-
 def test_local_only_asks_nobody_and_names_what_was_evicted():
     bare = Bare(arena_slots=4).join().own(replicas=("a",), in_sync=("a",))
     for number in range(6):
@@ -171,12 +136,102 @@ def test_local_only_asks_nobody_and_names_what_was_evicted():
     assert reasons(bare.get([key_of(0), key_of(77)], local_only=True)) == [MissReason.EVICTED, MissReason.ABSENT]
 
 
+def test_copy_that_is_older_than_what_was_evicted_here_is_not_served():
+    bare = replica(replicas=("b",))
+    bare.core.state.directory.remember_evicted(K1, Version(5, 3), replaced=True)
+    fetch = only(bare.get([K1], session=False), fx.Fetch)
+    assert reasons(fetched(bare, fetch, b"old", version=Version(5, 2))) == [MissReason.BEHIND]
+    assert not bare.live_slots()
+    fetch = only(bare.get([K1], session=False, op=901), fx.Fetch)
+    assert reasons(fetched(bare, fetch, b"same", version=Version(5, 3))) == [MissReason.NONE]
+
+
+def test_miss_of_an_evicted_block_says_up_to_which_version():
+    bare = primary()
+    bare.core.state.directory.remember_evicted(K1, Version(5, 3), replaced=True)
+    (info,) = done(bare.get([K1], session=False, local_only=True)).infos
+    assert (info.reason, info.version) == (MissReason.EVICTED, Version(5, 3))
+
+
+def test_expired_block_is_not_served_though_it_is_not_swept_yet():
+    bare = primary()
+    bare.core.state.view.policies[K1[:8]] = Namespace("ns", expiry_ms=500)
+    bare.tick(1, wall_ms=1000)
+    bare.put([K1], [b"one"])
+    for session in (False, True):
+        bare.tick(0, wall_ms=1499)
+        bare.core.state.wall_ms = 1499
+        assert reasons(bare.get([K1], session=session, local_only=True)) == [MissReason.NONE]
+        bare.core.state.wall_ms = 1500
+        assert reasons(bare.get([K1], session=session, local_only=True)) == [MissReason.ABSENT]
+        assert only(bare.step(ev.Exists(bare.now, 1, [K1])), fx.ExistsDone).reasons == [MissReason.ABSENT]
+
+
+def test_what_was_read_elsewhere_is_not_kept_where_blocks_expire():
+    bare = replica()
+    bare.core.state.view.policies[K1[:8]] = Namespace("ns", expiry_ms=500)
+    found = done(fetched(bare, only(bare.get([K1], session=False), fx.Fetch), b"one"))
+    assert bare.tier.read(found.slots[0]) == b"one"
+    bare.unref(found.slots)
+    assert not bare.live_slots()
+
+
+def test_delete_heard_of_elsewhere_takes_the_older_near_copy_with_it():
+    bare = replica()
+    bare.unref(done(fetched(bare, only(bare.get([K1], session=False), fx.Fetch), b"one")).slots)
+    assert bare.core.state.directory.get(K1) is not None
+    fetch = only(bare.get([K1]), fx.Fetch)
+    assert reasons(fetched(bare, fetch, BlockInfo(int(MissReason.DELETED), Version(5, 2)))) == [MissReason.DELETED]
+    assert not bare.live_slots()
+
+
+def test_former_replica_is_asked_last_and_its_copy_becomes_the_primarys():
+    """As if it had been handed in: the other replicas have to process it too."""
+    bare = Bare().join().own(replicas=("a", "b"), former=("c",))
+    bare.core.put.repair.complete[shard_of(K1)] = {"b"}
+    first = only(bare.get([K1]), fx.Fetch)
+    second = only(fetched(bare, first, MissReason.ABSENT), fx.Fetch)
+    assert (first.peer, second.peer) == ("b", "c")
+    assert reasons(fetched(bare, second, b"kept by c", version=Version(4, 7))) == [MissReason.NONE]
+    assert bare.core.state.directory.get(K1).version == Version(4, 7)
+    assert bare.core.put.stream.vector(shard_of(K1)).covers(Version(4, 7))
+    assert bare.core.put.repair.complete[shard_of(K1)] == set()
+
+
+def test_former_replicas_copy_at_or_below_the_floor_is_neither_served_nor_kept():
+    for session in (True, False):
+        bare = Bare().join().own(replicas=("a",), in_sync=("a",), former=("c",))
+        bare.core.state.directory.raise_floor(shard_of(K1), Version(5, 9))
+        fetch = only(bare.get([K1], session=session), fx.Fetch)
+        ended = fetched(bare, fetch, b"deleted long ago", version=Version(5, 9))
+        assert reasons(ended) != [MissReason.NONE]
+        assert not bare.live_slots()
+        fetch = only(bare.get([K1], session=session), fx.Fetch)
+        assert reasons(fetched(bare, fetch, b"alive", version=Version(5, 10))) == [MissReason.NONE]
+
+
+def test_replica_does_not_keep_what_it_has_not_processed_but_asks_to_be_compared():
+    bare = replica(replicas=("b", "a"))
+    bare.up("b")
+    effects = fetched(bare, only(bare.get([K1], session=False), fx.Fetch), b"missed")
+    assert reasons(effects) == [MissReason.NONE]
+    assert [send.peer for send in all_of(effects, fx.Send)] == ["b"]
+    bare.unref(done(effects).slots)
+    assert not bare.live_slots()
+    # What it has processed and dropped for bad bytes may come back.
+    bare.core.put.stream.mark_applied(shard_of(K1), FIRST)
+    effects = fetched(bare, only(bare.get([K1], session=False), fx.Fetch), b"known")
+    bare.unref(done(effects).slots)
+    assert bare.core.state.directory.get(K1).version == FIRST
+
+
 def test_reads_in_progress_are_bounded(monkeypatch):
     monkeypatch.setattr("emberkv.core.get.OPS_MAX", 2)
     bare = replica()
     assert all_of(bare.get([K1], op=1), fx.Fetch)
     assert all_of(bare.get([K1], op=2), fx.Fetch)
-    assert reasons(bare.get([K1], op=3)) == [MissReason.ABSENT]
+    assert reasons(bare.get([K1], op=3)) == [MissReason.UNREACHABLE]  # nobody was asked, so it may be anywhere
+    assert reasons(bare.get([K1], op=4, session=False)) == [MissReason.ABSENT]
 
 
 def test_exists_changes_nothing():

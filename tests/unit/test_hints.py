@@ -1,11 +1,14 @@
 """Hinted handoff."""
 
+import pytest
+
 from emberkv.core import effects as fx
 from emberkv.core import events as ev
 from emberkv.core.hints import REJECTIONS_MAX
+from emberkv.errors import ConfigError
 from emberkv.messages import PutFlag, PutReply, PutRequest
-from emberkv.types import NO_VERSION, PutOutcome, PutStatus, RefuseReason, Version, checksum, shard_of
-from harness.bare import MS, Bare, all_of, only
+from emberkv.types import NO_VERSION, Namespace, PutOutcome, PutStatus, RefuseReason, Version, checksum, shard_of
+from harness.bare import MS, Bare, all_of, live, only, sends
 from harness.world import World, key_of, keys_of_shard
 
 K1, K2 = key_of(1), key_of(2)
@@ -22,7 +25,7 @@ def accepting(*, connected: bool = True, **settings: object) -> Bare:
 
 
 def forwards(effects: list[fx.Effect]) -> list[fx.Send]:
-    return [send for send in all_of(effects, fx.Send) if isinstance(send.message, PutRequest)]
+    return sends(effects, PutRequest)
 
 
 def reply(bare: Bare, send: fx.Send, *outcomes: PutOutcome) -> list[fx.Effect]:
@@ -95,13 +98,25 @@ def test_bytes_that_never_match_their_checksum_are_given_up():
     assert not bare.live_slots()
 
 
-def test_of_two_puts_in_flight_the_later_survives_a_lost_connection():
+def test_later_put_of_a_key_waits_for_the_one_in_flight_and_follows_its_version():
     bare = accepting()
-    for op, data in enumerate((b"old", b"new"), 1):
-        bare.unref(forwards(bare.put([K1], [data], op=op, session=False))[0].slots)
+    (first,) = forwards(bare.put([K1], [b"old"], session=False))
+    assert not forwards(bare.put([K1], [b"new"], op=2, session=False))
+    (second,) = forwards(reply(bare, first, STORED))
+    (told,) = second.message.items
+    assert (told.checksum, told.seen) == (checksum(b"new"), STORED.version)
+    reply(bare, second, PutOutcome(PutStatus.STORED, Version(5, 2), 1))
+    assert bare.core.state.directory.get(K1).version == Version(5, 2)
+    assert bare.live_slots() == 1
+
+
+def test_later_put_goes_alone_when_the_one_in_flight_was_lost():
+    bare = accepting()
+    bare.unref(forwards(bare.put([K1], [b"old"], session=False))[0].slots)
+    bare.put([K1], [b"new"], op=2, session=False)
     bare.step(ev.PeerDown(bare.now, "b"))
     (send,) = forwards(bare.up("b"))
-    assert [item.checksum for item in send.message.items] == [checksum(b"new")]
+    assert [told.checksum for told in send.message.items] == [checksum(b"new")]
     assert bare.live_slots() == 1
 
 
@@ -177,6 +192,200 @@ def test_answer_of_the_wrong_length_settles_nothing():
     (send,) = forwards(bare.put([K1], [b"one"], session=False))
     reply(bare, send, STORED, STORED)
     assert bare.core.put.hints.count() == 1
+
+
+def test_hint_that_waited_too_long_is_dropped_counted_and_its_client_told():
+    """Its key may have been deleted since, and the tombstone forgotten."""
+    bare = accepting(connected=False, hint_age_max_ns=500 * MS)
+    bare.put([K1], [b"old"], session=False)
+    bare.put([K2], [b"old"], op=2, deadline_ms=60_000)
+    bare.tick(400)
+    bare.put([key_of(3)], [b"young"], op=3, session=False)
+    assert bare.core.put.hints.count() == 3
+    ended = only(bare.tick(101), fx.PutDone)
+    assert ended.outcomes[0].reason is RefuseReason.NO_SPACE
+    assert list(bare.core.put.hints.queue) == [key_of(3)]
+    assert bare.core.state.counters["hints_aged"] == 2
+    assert bare.live_slots() == 1
+    assert [i.key for i in forwards(bare.up("b"))[0].message.items] == [key_of(3)[8:]]
+
+
+def test_hint_must_not_outlive_the_memory_of_a_delete():
+    with pytest.raises(ConfigError):
+        Bare(hint_age_max_ns=500 * MS, tombstone_retention_ns=500 * MS)
+
+
+# -- outcomes that are no answer ---------------------------------------------------------------------------------------
+
+
+def test_queued_answer_of_a_relay_leaves_the_hint_here_as_a_fill():
+    bare = accepting()
+    (send,) = forwards(bare.put([K1], [b"one"], deadline_ms=60_000))
+    assert not all_of(reply(bare, send, PutOutcome(PutStatus.QUEUED, copies=1)), fx.PutDone)
+    (again,) = forwards(bare.tick(25))
+    assert flags(again) & PutFlag.HINT
+    assert all_of(reply(bare, again, STORED), fx.PutDone)
+
+
+def test_unknown_answer_is_told_to_who_waits_and_else_tried_again():
+    unknown = PutOutcome(PutStatus.UNKNOWN, Version(5, 1))
+    bare = accepting()
+    (send,) = forwards(bare.put([K1], [b"one"], deadline_ms=60_000))
+    assert only(reply(bare, send, unknown), fx.PutDone).outcomes == [unknown]
+    assert bare.core.put.hints.count() == 0
+    bare = accepting()
+    (send,) = forwards(bare.put([K1], [b"one"], session=False))
+    reply(bare, send, unknown)
+    (again,) = forwards(bare.tick(25))
+    assert flags(again) & PutFlag.HINT
+
+
+def test_stored_delete_takes_the_older_near_copy_with_it():
+    bare = accepting()
+    (send,) = forwards(bare.put([K1], [b"one"], session=False))
+    reply(bare, send, STORED)
+    (send,) = forwards(bare.put([K1], [b""], op=2, delete=True, session=False))
+    reply(bare, send, PutOutcome(PutStatus.STORED, Version(5, 2), 1))
+    assert bare.core.state.directory.get(K1) is None
+    assert not bare.live_slots()
+
+
+def test_near_copy_is_kept_only_where_it_is_the_newest_and_does_not_expire():
+    for reason in ("newer", "evicted", "expires"):
+        bare = accepting()
+        (send,) = forwards(bare.put([K1], [b"one"], session=False))
+        if reason == "newer":
+            fetch = only(bare.get([K1]), fx.Fetch)
+            bare.unref(only(bare.fetched(fetch, b"newer", version=Version(5, 2)), fx.GetDone).slots)
+        elif reason == "evicted":
+            bare.core.state.directory.remember_evicted(K1, Version(5, 2), replaced=True)
+        else:
+            bare.core.state.view.policies[K1[:8]] = Namespace("ns", expiry_ms=1000)
+        reply(bare, send, STORED)
+        entry = bare.core.state.directory.get(K1)
+        assert (entry.version if entry is not None else None) == (Version(5, 2) if reason == "newer" else None)
+        assert bare.live_slots() == (reason == "newer")
+
+
+# -- over another node -------------------------------------------------------------------------------------------------
+
+
+def relaying(*up: str) -> Bare:
+    """Node a, which does not reach b, the primary of everything; c is the other replica, d holds nothing."""
+    bare = Bare(members=("a", "b", "c", "d")).join()
+    bare.records(("live/d", live("d", 1)))
+    bare.own(primary="b", replicas=("b", "c"), in_sync=("b", "c"))
+    bare.up(*up)
+    return bare
+
+
+def test_put_goes_over_a_replica_that_is_reached_flagged_and_counted():
+    bare = relaying("c", "d")
+    (send,) = forwards(bare.put([K1], [b"one"]))
+    assert send.peer == "c"
+    assert flags(send) & PutFlag.FORWARD
+    assert flags(send) & PutFlag.RELAY
+    assert flags(send) & PutFlag.FRESH
+    assert bare.core.state.counters["relayed_puts"] == 1
+    ended = only(reply(bare, send, STORED), fx.PutDone)
+    assert ended.outcomes == [STORED]
+    assert bare.core.state.directory.get(K1).version == STORED.version
+
+
+def test_primary_that_is_reached_is_never_relayed_to():
+    (send,) = forwards(relaying("b", "c").put([K1], [b"one"]))
+    assert (send.peer, flags(send) & PutFlag.RELAY) == ("b", 0)
+
+
+def test_any_live_node_that_is_reached_will_do_and_a_dead_one_will_not():
+    (send,) = forwards(relaying("d").put([K1], [b"one"]))
+    assert send.peer == "d"
+    bare = relaying("d")
+    bare.records(("live/d", live("d", 2, dead=True)))
+    assert not forwards(bare.put([K1], [b"one"]))
+
+
+def test_relay_that_does_not_reach_the_primary_either_is_left_for_another():
+    bare = relaying("c", "d")
+    (send,) = forwards(bare.put([K1], [b"one"], deadline_ms=60_000))
+    assert send.peer == "c"
+    reply(bare, send, FENCED)
+    (send,) = forwards(bare.tick(25))
+    assert (send.peer, bool(flags(send) & PutFlag.FRESH)) == ("d", True)
+    reply(bare, send, FENCED)
+    asked = [send.peer for _ in range(20) for send in forwards(bare.tick(25))]
+    assert asked[:1] == ["c"]  # after a while it is worth another try
+
+
+def test_what_was_relayed_to_us_goes_to_the_primary_itself_or_nowhere():
+    bare = relaying("b", "c", "d")
+    (send,) = forwards(bare.put([K1], [b"one"], peer="d", relay=True))
+    assert (send.peer, flags(send) & PutFlag.RELAY) == ("b", 0)
+    bare.unref(send.slots)
+    bare.step(ev.PeerDown(bare.now, "b"))
+    assert not forwards(bare.tick(25))
+    assert bare.core.put.hints.count() == 1
+    # A put of our own clients goes over c meanwhile.
+    assert forwards(bare.put([K2], [b"two"], op=2))[0].peer == "c"
+
+
+def test_node_that_does_not_reach_the_primary_takes_no_relay():
+    bare = relaying("c", "d")
+    outcome = only(bare.put([K1], [b"one"], peer="d", relay=True), fx.PutDone).outcomes[0]
+    assert outcome == FENCED
+    assert not bare.live_slots()
+
+
+def test_forward_that_asks_for_no_relay_is_not_passed_on():
+    outcome = only(relaying("b").put([K1], [b"one"], peer="d"), fx.PutDone).outcomes[0]
+    assert outcome == FENCED
+
+
+def test_relay_passes_the_primarys_answer_and_its_epoch_on():
+    bare = relaying("b")
+    (send,) = forwards(bare.put([K1], [b"one"], peer="d", relay=True))
+    bare.unref(send.slots)
+    ended = only(bare.step(ev.PutAnswered(bare.now, "b", send.request, PutReply([STORED], [5]))), fx.PutDone)
+    assert (ended.outcomes, ended.authorities) == ([STORED], [5])
+
+
+def test_relay_forgets_at_the_deadline_what_its_sender_keeps_itself():
+    bare = relaying("b")
+    bare.unref(forwards(bare.put([K1], [b"one"], peer="d", relay=True, deadline_ms=100))[0].slots)
+    bare.step(ev.PeerDown(bare.now, "b"))
+    ended = only(bare.tick(101), fx.PutDone)
+    assert ended.outcomes[0].status is PutStatus.QUEUED
+    assert bare.core.put.hints.count() == 0
+    assert not bare.live_slots()
+
+
+def test_relayed_put_in_flight_at_the_deadline_is_settled_by_its_answer():
+    bare = relaying("b")
+    (send,) = forwards(bare.put([K1], [b"one"], peer="d", relay=True, deadline_ms=100))
+    assert only(bare.tick(101), fx.PutDone).outcomes[0].status is PutStatus.QUEUED
+    assert bare.core.put.hints.count() == 1
+    assert not all_of(reply(bare, send, STORED), fx.PutDone)
+    assert bare.core.put.hints.count() == 0
+
+
+@pytest.mark.parametrize("level", ["session", "eventual"])
+def test_node_cut_from_the_primary_alone_puts_and_reads_over_another(level):
+    world = World("abc", seed=11)
+    world.settle()
+    world.run_ms(2500)
+    primary = world.primary(shard_of(K1))
+    (outsider,) = set("abc") - set(world.nodes["a"].core.state.view.owners[shard_of(K1)].replicas)
+    world.cut(outsider, primary)
+    (outcome,) = world.put_now(outsider, [K1], [b"over one hop"], session=level == "session", deadline_ms=500)
+    assert outcome.status is (PutStatus.STORED if level == "session" else PutStatus.ACCEPTED)
+    world.run_ms(100)
+    entry = world.nodes[primary].core.state.directory.get(K1)
+    assert entry.checksum == checksum(b"over one hop")
+    assert world.get_now(outsider, [K1], floors=[entry.version])[0][1] == b"over one hop"
+    assert world.nodes[outsider].core.put.hints.count() == 0
+
+
+# -- reads -------------------------------------------------------------------------------------------------------------
 
 
 def test_pending_block_is_seen_by_eventual_reads_of_this_node_only():

@@ -1,7 +1,10 @@
 """The right to act: membership and the lease."""
 
+import pytest
+
 from emberkv.core import effects as fx
-from emberkv.core.lease import Phase
+from emberkv.core.lease import TRANSITIONS, Phase
+from emberkv.errors import InvariantViolation
 from emberkv.ports import CommitStatus
 from emberkv.types import EPOCH_GENERATION_SHIFT, checksum
 from harness.bare import MS, TTL, Bare, beat, beats, live, only
@@ -124,3 +127,21 @@ def test_a_commit_as_slow_as_an_outage_starts_the_grace_anew():
     bare.now += 400 * MS
     bare.committed(commit, sent=sent)
     assert bare.core.lease.healthy_since_ns == bare.now
+
+
+def test_an_incarnation_takes_only_the_moves_of_its_table():
+    lease = Bare().core.lease
+    with pytest.raises(InvariantViolation):
+        lease._move("renewal refused")
+    for phase, what in TRANSITIONS:
+        lease.phase = phase
+        lease._move(what)
+        assert lease.phase is TRANSITIONS[phase, what]
+    assert not any(phase is Phase.REFUSED for phase, _ in TRANSITIONS)  # which is the end
+
+
+def test_what_a_step_asks_about_the_lease_is_asked_with_the_time_of_that_step():
+    bare = Bare().join()
+    assert bare.core.state.lease_open()
+    bare.tick(FULL_RIGHT / MS)
+    assert not bare.core.state.lease_open()

@@ -2,11 +2,31 @@
 
 from emberkv.core import effects as fx
 from emberkv.core import events as ev
-from emberkv.messages import PutReply, ReplicaStatus, Replicate, ReplicateReply
+from emberkv.core.view import encode_record, owner_key
+from emberkv.messages import (
+    PutFlag,
+    PutItem,
+    PutReply,
+    PutRequest,
+    ReplicaStatus,
+    Replicate,
+    ReplicateReply,
+    ShardOwner,
+)
 from emberkv.ports import CommitStatus
-from emberkv.types import NO_VERSION, PutOutcome, PutStatus, RefuseReason, Version, checksum, shard_of
-from harness.bare import MS, Bare, all_of, only
-from harness.world import World, key_of
+from emberkv.types import (
+    NO_VERSION,
+    Namespace,
+    PutOutcome,
+    PutStatus,
+    RefuseReason,
+    Version,
+    checksum,
+    scope_of,
+    shard_of,
+)
+from harness.bare import MS, Bare, all_of, live, only, sends
+from harness.world import World, key_of, keys_of_shard
 
 K1, K2 = key_of(1), key_of(2)
 STORED, UNKNOWN = PutStatus.STORED, PutStatus.UNKNOWN
@@ -23,7 +43,7 @@ def done(effects: list[fx.Effect]) -> fx.PutDone:
 
 
 def stream(effects: list[fx.Effect]) -> fx.Send:
-    (send,) = [send for send in all_of(effects, fx.Send) if isinstance(send.message, Replicate)]
+    (send,) = sends(effects, Replicate)
     return send
 
 
@@ -172,8 +192,6 @@ def test_bad_bytes_are_refused_and_leave_nothing():
 
 
 def bare_item(key: bytes) -> list:
-    from emberkv.messages import PutItem
-
     return [PutItem(key[8:], b"i" * 24, 3, checksum(b"one"))]
 
 
@@ -223,18 +241,227 @@ def test_waiting_session_put_is_stamped_here_when_this_node_becomes_primary():
 def test_waiting_put_with_min_copies_is_not_acked_by_the_taker_alone():
     bare = Bare().join().own(primary="b", replicas=("b", "a"), in_sync=("b", "a"))
     bare.put([K1], [b"one"], min_copies=2)
+    bare.records(("live/c", live("c", 2, dead=True)))  # else it would be asked to relay
     bare.up("c")
-    effects = bare.records(*own_records(bare, 9, replicas=("a", "c"), in_sync=("a", "c")))
+    effects = bare.records(("live/c", live("c", 3)), *own_records(bare, 9, replicas=("a", "c"), in_sync=("a", "c")))
     assert not all_of(effects, fx.PutDone)
     assert done(answer(bare, stream(effects), ReplicaStatus.STORED)).outcomes[0].copies == 2
 
 
 def own_records(bare: Bare, epoch: int, replicas=("a", "b"), in_sync=("a",)) -> list[tuple[str, bytes]]:
-    from emberkv.core.view import encode_record, owner_key
-    from emberkv.messages import ShardOwner
-
     record = encode_record(ShardOwner("a", bare.core.lease.liveness_epoch, epoch, replicas, in_sync))
     return [(owner_key(shard), record) for shard in range(256)]
+
+
+# -- eventual puts -----------------------------------------------------------------------------------------------------
+
+
+def outsider() -> Bare:
+    """Node a, next to an engine; b is primary of everything, and a holds no shard."""
+    bare = Bare().join().own(primary="b", replicas=("b", "c"), in_sync=("b", "c"))
+    bare.up("b")
+    return bare
+
+
+def forwarded(effects: list[fx.Effect]) -> fx.Send:
+    (send,) = sends(effects, PutRequest)
+    return send
+
+
+def test_eventual_put_is_never_fresh_at_the_primary_but_has_seen_what_its_node_holds():
+    bare = outsider()
+    send = forwarded(bare.put([K1], [b"one"], session=False))
+    assert (bool(send.message.flags & PutFlag.FRESH), send.message.items[0].seen) == (False, NO_VERSION)
+    bare.unref(send.slots)
+    bare.step(ev.PutAnswered(bare.now, "b", send.request, PutReply([PutOutcome(STORED, Version(5, 4), 1)])))
+    send = forwarded(bare.put([K1], [b"two"], op=2, session=False))
+    assert send.message.items[0].seen == Version(5, 4)
+    send = forwarded(bare.put([K2], [b"two"], op=3, session=False, seen=Version(3, 3)))
+    assert send.message.items[0].seen == Version(3, 3)
+
+
+def test_session_put_and_eventual_delete_are_fresh_on_their_first_way():
+    bare = outsider()
+    assert forwarded(bare.put([K1], [b"one"])).message.flags & PutFlag.FRESH
+    assert forwarded(bare.put([K2], [b""], op=2, session=False, delete=True)).message.flags & PutFlag.FRESH
+
+
+def test_eventual_put_does_not_overwrite_what_was_put_after_it_was_accepted():
+    """It waits at the outsider in a partition; a session put of the same key is acknowledged meanwhile."""
+    world = World("abc", seed=6)
+    world.settle()
+    world.run_ms(2500)
+    primary = world.primary(shard_of(K1))
+    (near,) = set("abc") - set(world.nodes["a"].core.state.view.owners[shard_of(K1)].replicas)
+    for other in set("abc") - {near}:
+        world.cut(near, other)
+    assert world.put_now(near, [K1], [b"accepted first"], session=False)[0].status is PutStatus.ACCEPTED
+    assert world.put_now(primary, [K1], [b"acknowledged"])[0].status is STORED
+    world.heal()
+    world.run_ms(500)
+    assert world.nodes[near].core.put.hints.count() == 0
+    for reader in "abc":
+        assert world.get_now(reader, [K1])[0][1] == b"acknowledged"
+
+
+# -- expiry ------------------------------------------------------------------------------------------------------------
+
+
+def expiring(bare: Bare, expiry_ms: int = 500) -> Bare:
+    bare.core.state.view.policies[K1[:8]] = Namespace("ns", expiry_ms=expiry_ms)
+    bare.tick(1, wall_ms=10_000)
+    return bare
+
+
+def test_primary_stamps_when_a_block_expires_by_the_wall_clock_and_never_for_a_delete():
+    bare = expiring(primary())
+    assert stream(bare.put([K1], [b"one"])).message.items[0].expiry_ms == 10_500
+    assert bare.core.state.directory.get(K1).expiry_ms == 10_500
+    assert stream(bare.put([K1], [b""], op=2, delete=True)).message.items[0].expiry_ms == 0
+    bare.core.state.view.policies.clear()
+    assert stream(bare.put([K1], [b"for ever"], op=3)).message.items[0].expiry_ms == 0
+
+
+def test_expired_block_stands_in_nobodys_way():
+    bare = expiring(primary())
+    bare.put([K1], [b"old"])
+    bare.tick(1, wall_ms=10_499)
+    assert done(bare.put([K1], [b"new"], op=2, fresh=False)).outcomes[0].status is PutStatus.SUPERSEDED
+    bare.tick(1, wall_ms=10_500)
+    outcome = done(bare.put([K1], [b"new"], op=3, fresh=False)).outcomes[0]
+    assert (outcome.status, outcome.version) == (STORED, Version(5, 2))
+
+
+def test_eventual_put_of_bytes_whose_copy_here_has_expired_is_sent_on():
+    bare = outsider()
+    directory = bare.core.state.directory
+    fetch = only(bare.get([K1]), fx.Fetch)
+    bare.unref(done_get(bare.fetched(fetch, b"one", version=Version(5, 1))).slots)
+    directory.get(K1).expiry_ms = 10_500
+    bare.tick(1, wall_ms=10_499)
+    assert not all_of(bare.put([K1], [b"one"], session=False), fx.Send)
+    bare.tick(1, wall_ms=10_500)
+    assert forwarded(bare.put([K1], [b"one"], op=2, session=False)).message.items[0].checksum == checksum(b"one")
+
+
+def done_get(effects: list[fx.Effect]) -> fx.GetDone:
+    return only(effects, fx.GetDone)
+
+
+def test_expired_and_dropped_blocks_are_swept_a_shard_a_tick():
+    bare = expiring(Bare().join().own(replicas=("a",), in_sync=("a",)))
+    bare.put([K1], [b"one"])
+    for _ in range(256):
+        bare.tick(0, wall_ms=10_499)
+    assert bare.live_slots() == 1
+    assert not any(len(all_of(bare.tick(0, wall_ms=10_500), fx.GetDone)) for _ in range(257))
+    assert not bare.live_slots()
+    assert bare.core.state.counters["swept"] == 1
+
+
+def test_dropped_namespace_is_swept_also_on_a_node_that_was_idle_before():
+    bare = Bare().join().own(replicas=("a",), in_sync=("a",))
+    for _ in range(5):
+        bare.tick(0)
+    mine, other = scope_of("ns", 1) + K1[8:], scope_of("other", 1) + K1[8:]
+    bare.records(("ns/ns", encode_record(Namespace("ns"))), ("ns/other", encode_record(Namespace("other"))))
+    bare.put([mine, other], [b"one", b"two"])
+    bare.records(("ns/ns", encode_record(Namespace("ns", dropped=True))))
+    for _ in range(257):
+        bare.tick(0)
+    assert bare.core.state.directory.get(mine) is None
+    assert bare.core.state.directory.get(other) is not None
+    assert not bare.core.state.view.dead_scopes
+
+
+# -- a closed gate -----------------------------------------------------------------------------------------------------
+
+
+def test_puts_wait_while_the_shard_is_handed_over_and_are_stamped_when_it_stays():
+    bare = primary()
+    first, second = keys_of_shard(9, 2)
+    bare.core.handover.begin(9, "b")
+    assert not all_of(bare.put([first], [b"of a client"]), fx.PutDone)
+    assert not all_of(bare.put([second], [b"forwarded"], op=2, peer="c"), fx.PutDone)
+    assert done(bare.put([K1], [b"of another shard"], op=3)).outcomes[0].status is STORED
+    bare.core.handover._end(9)
+    ended = all_of(bare.tick(1), fx.PutDone)
+    assert [(e.outcomes[0].status, e.outcomes[0].version) for e in ended] == [
+        (STORED, Version(5, 1)),
+        (STORED, Version(5, 2)),
+    ]
+    assert ended[1].authorities == [5]
+
+
+def test_forwarded_eventual_put_has_seen_only_what_its_own_node_had():
+    """Neither a relay nor a primary with a closed gate may say that it follows what they hold themselves."""
+    bare = primary()
+    bare.put([K1], [b"acknowledged"])
+    bare.core.handover.begin(shard_of(K1), "b")
+    bare.put([K1], [b"accepted before that"], op=2, peer="c", session=False, fresh=False)
+    bare.core.handover._end(shard_of(K1))
+    assert done(bare.tick(1)).outcomes[0].status is PutStatus.SUPERSEDED
+
+
+def test_put_that_was_stored_before_the_gate_closed_is_acknowledged_while_the_epoch_lasts():
+    bare = primary()
+    effects = bare.put([K1], [b"one"], min_copies=2)
+    bare.core.handover.begin(shard_of(K1), "b")
+    assert done(answer(bare, stream(effects), ReplicaStatus.STORED)).outcomes[0].status is STORED
+
+
+# -- levels ------------------------------------------------------------------------------------------------------------
+
+
+def test_strong_is_refused_and_never_taken_for_a_lower_level():
+    bare = primary()
+    effects = bare.step(ev.PutBegin(bare.now, 1, [K1], bare_item(K1), bare.now + MS, True, True, 1, "", strong=True))
+    assert not any(only(effects, fx.Fill).slots)
+    outcome = done(bare.step(ev.PutFilled(bare.now, 1, [None]))).outcomes[0]
+    assert (outcome.status, outcome.reason) == (PutStatus.REFUSED, RefuseReason.LEVEL_UNSUPPORTED)
+
+
+def test_more_copies_than_the_namespace_keeps_is_refused():
+    bare = primary()
+    bare.core.state.view.policies[K1[:8]] = Namespace("ns", factor=1)
+    outcome = done(bare.put([K1], [b"one"], min_copies=2)).outcomes[0]
+    assert (outcome.status, outcome.reason) == (PutStatus.REFUSED, RefuseReason.LEVEL_UNSUPPORTED)
+
+
+# -- whole clusters ----------------------------------------------------------------------------------------------------
+
+
+def test_namespace_of_one_copy_keeps_one_and_all_replicas_process_it():
+    world = World("abc", seed=3)
+    world.settle()
+    world.run_ms(2500)
+    world.write("ns/ns", Namespace("ns", factor=1))
+    world.run_ms(50)
+    key = scope_of("ns", 1) + K1[8:]
+    primary_name = world.primary(shard_of(key))
+    world.put_now(primary_name, [key], [b"one"])
+    world.run_ms(200)
+    replicas = world.nodes["a"].core.state.view.owners[shard_of(key)].replicas
+    held = {name for name in replicas if world.nodes[name].core.state.directory.get(key) is not None}
+    assert held == {primary_name}
+    vectors = [world.nodes[name].core.put.stream.vector(shard_of(key)).spans() for name in replicas]
+    assert vectors[0] == vectors[1]
+
+
+def test_block_of_an_expiring_namespace_ends_on_every_node():
+    world = World("abc", seed=3)
+    world.settle()
+    world.run_ms(1000)
+    world.write("ns/ns", Namespace("ns", expiry_ms=1000))
+    world.run_ms(50)
+    key = scope_of("ns", 1) + K1[8:]
+    world.put_now("a", [key], [b"one"], min_copies=2)
+    world.run_ms(500)
+    assert [world.get_now(name, [key])[0][1] for name in "abc"] == [b"one"] * 3
+    world.run_ms(600)
+    assert [world.get_now(name, [key])[0][1] for name in "abc"] == [None] * 3
+    world.run_ms(256 * 27)
+    assert not any(node.core.state.directory.count() for node in world.nodes.values())
 
 
 def test_one_batch_with_the_same_key_twice_keeps_the_later_and_leaks_nothing():

@@ -1,36 +1,63 @@
-"""Catching up."""
+"""Catching up, on the primary: applied vectors are compared, and only what is missing travels."""
+
+import pytest
 
 from emberkv.core import effects as fx
 from emberkv.core import events as ev
-from emberkv.core.repair import LANES_PER_PEER_MAX
-from emberkv.messages import Offer, OfferHead, OfferReply, PutRequest, ReplicaStatus, Replicate, ReplicateReply
-from emberkv.types import MissReason, PutStatus, Version, checksum, shard_of
-from harness.bare import TTL, Bare, all_of, live, only
+from emberkv.core.repair import (
+    LANES_PER_PEER_MAX,
+    OFFERING_PER_PEER_MAX,
+    PROBES_PER_MESSAGE_MAX,
+    TRANSITIONS,
+    CatchUp,
+    Phase,
+)
+from emberkv.errors import InvariantViolation
+from emberkv.messages import (
+    Offer,
+    OfferReply,
+    ReplicaStatus,
+    Replicate,
+    ReplicateReply,
+    Span,
+    Vector,
+    VectorAnswer,
+    VectorReply,
+    VectorStatus,
+)
+from emberkv.types import BATCH_KEYS_MAX, NO_VERSION, MissReason, PutStatus, Version, checksum, shard_of
+from harness.bare import MS, TTL, Bare, all_of, item, live, only, sends
 from harness.world import World, key_of, keys_of_shard
 
 SHARD = 3
 KEYS = keys_of_shard(SHARD, 5)
+ONLY_SHARD = range(SHARD, SHARD + 1)
+LEARNING, BUSY = VectorAnswer(int(VectorStatus.LEARNING)), VectorAnswer(int(VectorStatus.BUSY))
 
 
 def primary(count: int = 2) -> Bare:
-    """Holds `count` blocks of one shard; replica b is a learner of that shard only."""
+    """Holds `count` blocks of one shard; b is a replica of that shard only, and not known to be complete."""
     bare = Bare().join().own(replicas=("a",), in_sync=("a",))
     if count:
         bare.put(KEYS[:count], [b"%d" % n for n in range(count)])
-    bare.own(replicas=("a", "b"), in_sync=("a",), shards=range(SHARD, SHARD + 1))
-    return bare
+    return bare.own(in_sync=("a",), shards=ONLY_SHARD)
 
 
-def offers(effects: list[fx.Effect]) -> list[fx.Send]:
-    return [send for send in all_of(effects, fx.Send) if isinstance(send.message, Offer)]
+def spans(*spans: Span) -> VectorAnswer:
+    return VectorAnswer(int(VectorStatus.SPANS), 0, list(spans))
 
 
-def fills(effects: list[fx.Effect]) -> list[fx.Send]:
-    return [send for send in all_of(effects, fx.Send) if isinstance(send.message, Replicate)]
+def fenced(epoch: int = 0) -> VectorAnswer:
+    return VectorAnswer(int(VectorStatus.FENCED), epoch)
 
 
-def offered(bare: Bare, send: fx.Send, *wanted: int, fenced: int = 0) -> list[fx.Effect]:
-    return bare.step(ev.OfferAnswered(bare.now, send.peer, send.request, OfferReply(list(wanted), fenced)))
+def said(bare: Bare, send: fx.Send, *answers: VectorAnswer) -> list[fx.Effect]:
+    """b answers a comparison."""
+    return bare.step(ev.VectorAnswered(bare.now, send.peer, send.request, VectorReply(list(answers))))
+
+
+def wanted(bare: Bare, send: fx.Send, *indices: int, fenced: int = 0) -> list[fx.Effect]:
+    return bare.step(ev.OfferAnswered(bare.now, send.peer, send.request, OfferReply(list(indices), fenced)))
 
 
 def filled(bare: Bare, send: fx.Send, *statuses: ReplicaStatus) -> list[fx.Effect]:
@@ -39,93 +66,271 @@ def filled(bare: Bare, send: fx.Send, *statuses: ReplicaStatus) -> list[fx.Effec
     return bare.step(ev.ReplicateAnswered(bare.now, send.peer, send.request, reply))
 
 
+def asked(effects: list[fx.Effect]) -> fx.Send:
+    """The one comparison among the effects."""
+    (send,) = sends(effects, Vector)
+    return send
+
+
 def complete(bare: Bare) -> bool:
     return "b" in bare.core.put.repair.complete.get(SHARD, ())
 
 
-def test_learner_is_offered_filled_and_named_complete():
+# -- what is compared --------------------------------------------------------------------------------------------------
+
+
+def test_primary_says_what_it_has_processed_under_its_epoch_and_above_which_floor():
     bare = primary()
-    (offer,) = offers(bare.up("b"))
-    assert [head.key for head in offer.message.heads] == KEYS[:2]
-    assert offer.message.last
-    (fill,) = fills(offered(bare, offer, 1))
-    assert [item.key for item in fill.message.items] == KEYS[1:2]
-    assert fill.message.fill
-    assert not complete(bare)
-    filled(bare, fill, ReplicaStatus.STORED)
+    bare.core.state.directory.raise_floor(SHARD, Version(4, 9))
+    (stated,) = asked(bare.up("b")).message.items
+    assert (stated.shard, stated.authority, stated.floor) == (SHARD, 5, Version(4, 9))
+    assert stated.spans == [Span(5, 1, 2)]
+    assert not stated.adopt
+
+
+def test_equal_vectors_are_complete_without_another_message():
+    bare = primary()
+    assert not all_of(said(bare, asked(bare.up("b")), spans(Span(5, 1, 2))), fx.Send)
     assert complete(bare)
     assert bare.core.put.repair.lag() == 0
 
 
-def test_empty_shard_is_offered_too_so_that_a_learner_can_hand_in_what_it_has():
-    bare = primary(0)
-    (offer,) = offers(bare.up("b"))
-    assert (offer.message.heads, offer.message.last) == ([], True)
-    offered(bare, offer)
-    assert complete(bare)
-
-
-def test_fenced_offer_is_tried_once_a_tick():
+def test_a_replica_that_has_processed_more_is_complete_and_its_vector_is_ours_too():
+    """What it had more of was handed in before it answered."""
     bare = primary()
-    (offer,) = offers(bare.up("b"))
-    for _ in range(20):
-        assert not offers(offered(bare, offer, fenced=1))
-        bare.put([key_of(1)], [b"x"], op=2)
-        (offer,) = offers(bare.tick(10))
-    offered(bare, offer)
+    said(bare, asked(bare.up("b")), spans(Span(4, 1, 7), Span(5, 1, 2)))
     assert complete(bare)
+    assert bare.core.put.stream.vector(SHARD).spans() == [Span(4, 1, 7), Span(5, 1, 2)]
+
+
+def test_only_the_missing_write_is_filled_then_the_replica_adopts_the_vector():
+    bare = primary(3)
+    (fill,) = sends(said(bare, asked(bare.up("b")), spans(Span(5, 1, 1), Span(5, 3, 3))), Replicate)
+    assert [(i.key, i.version, i.payload) for i in fill.message.items] == [(KEYS[1], Version(5, 2), True)]
+    assert fill.message.fill
+    assert not fill.message.surplus
+    adopt = asked(filled(bare, fill, ReplicaStatus.STORED))
+    assert adopt.message.items[0].adopt
+    assert adopt.message.items[0].spans == [Span(5, 1, 3)]
+    assert not complete(bare)
+    assert not all_of(said(bare, adopt, spans(Span(5, 1, 3))), fx.Send)
+    assert complete(bare)
+
+
+def test_adoption_is_asked_for_only_when_every_item_is_answered():
+    bare = primary(2)
+    (fill,) = sends(said(bare, asked(bare.up("b")), spans()), Replicate)
+    assert len(fill.message.items) == 2
+    repair = bare.core.put.repair
+    repair.filled("b", SHARD, True)
+    assert repair.lanes[("b", SHARD)].phase is Phase.FILLING
+    assert not complete(bare)
+
+
+def test_hole_without_a_block_behind_it_is_adopted_at_once():
+    """The write that is missing there was replaced here by a later one, which the replica has."""
+    bare = primary(1)
+    bare.put(KEYS[:1], [b"later"], op=2)
+    adopt = asked(said(bare, asked(bare.up("b")), spans(Span(5, 2, 2))))
+    assert adopt.message.items[0].adopt
+
+
+def test_write_stamped_during_a_comparison_is_not_adopted_unseen():
+    """It reaches the replica by the stream; what the replica takes for processed is what stood in the question."""
+    bare = primary()
+    first = asked(bare.up("b"))
+    bare.put([KEYS[3]], [b"new"], op=2)
+    effects = said(bare, first, spans(Span(5, 1, 1)))
+    (fill,) = sends(effects, Replicate)
+    assert [i.key for i in fill.message.items] == [KEYS[1]]
+    assert asked(filled(bare, fill, ReplicaStatus.STORED)).message.items[0].spans == [Span(5, 1, 2)]
+
+
+def test_pending_and_expired_blocks_are_not_repaired():
+    bare = primary(3)
+    directory = bare.core.state.directory
+    directory.get(KEYS[1]).expiry_ms = 1000
+    bare.tick(1, wall_ms=999)
+    (fill,) = sends(said(bare, asked(bare.up("b")), spans()), Replicate)
+    assert [i.key for i in fill.message.items] == KEYS[:3]
+    bare = primary(3)
+    bare.core.state.directory.get(KEYS[1]).expiry_ms = 1000
+    bare.core.state.wall_ms = 1000
+    (fill,) = sends(said(bare, asked(bare.up("b")), spans()), Replicate)
+    assert [i.key for i in fill.message.items] == [KEYS[0], KEYS[2]]
+
+
+def test_evicted_overwritten_version_is_told_without_bytes():
+    """A ghost: the primary gave it up for room, the replica may still hold the older one and must not."""
+    bare = primary(1)
+    bare.put(KEYS[:1], [b"later"], op=2)
+    directory = bare.core.state.directory
+    directory.evict(directory.get(KEYS[0]))
+    (fill,) = sends(said(bare, asked(bare.up("b")), spans(Span(5, 1, 1))), Replicate)
+    (ghost,) = fill.message.items
+    assert (ghost.key, ghost.version, ghost.skip, ghost.payload) == (KEYS[0], Version(5, 2), True, False)
+    assert not fill.slots
+    assert asked(filled(bare, fill, ReplicaStatus.NO_SPACE)).message.items[0].adopt
+
+
+def test_version_that_came_over_an_evicted_one_is_a_ghost_when_it_is_evicted_too():
+    bare = primary(1)
+    directory = bare.core.state.directory
+    directory.evict(directory.get(KEYS[0]))
+    bare.put(KEYS[:1], [b"later"], op=2)
+    directory.evict(directory.get(KEYS[0]))
+    (fill,) = sends(said(bare, asked(bare.up("b")), spans(Span(5, 1, 1))), Replicate)
+    assert [(i.version, i.skip) for i in fill.message.items] == [(Version(5, 2), True)]
+
+
+def test_evicted_first_version_is_adopted_without_a_word():
+    bare = primary(1)
+    directory = bare.core.state.directory
+    directory.evict(directory.get(KEYS[0]))
+    assert asked(said(bare, asked(bare.up("b")), spans())).message.items[0].adopt
+
+
+# -- learners ----------------------------------------------------------------------------------------------------------
+
+
+def test_replica_that_knows_nothing_is_offered_all_heads_and_filled_what_it_wants():
+    bare = primary(3)
+    (offer,) = sends(said(bare, asked(bare.up("b")), LEARNING), Offer)
+    assert [(h.key, h.version) for h in offer.message.heads] == [(KEYS[n], Version(5, n + 1)) for n in range(3)]
+    assert (offer.message.authority, offer.message.last) == (5, True)
+    (fill,) = sends(wanted(bare, offer, 1), Replicate)
+    assert [i.key for i in fill.message.items] == [KEYS[1]]
+    said(bare, asked(filled(bare, fill, ReplicaStatus.STORED)), spans(Span(5, 1, 3)))
+    assert complete(bare)
+
+
+def test_nothing_wanted_is_adopted_at_once():
+    bare = primary()
+    (offer,) = sends(said(bare, asked(bare.up("b")), LEARNING), Offer)
+    assert asked(wanted(bare, offer)).message.items[0].adopt
+
+
+def test_heads_are_offered_a_page_at_a_time():
+    bare = Bare(arena_slots=512).join().own(replicas=("a",), in_sync=("a",))
+    keys = keys_of_shard(SHARD, BATCH_KEYS_MAX + 5)
+    bare.put(keys[:100], [b"x"] * 100)
+    bare.put(keys[100:], [b"x"] * 33, op=2)
+    bare.own(in_sync=("a",), shards=ONLY_SHARD)
+    (page,) = sends(said(bare, asked(bare.up("b")), LEARNING), Offer)
+    assert (len(page.message.heads), page.message.last) == (BATCH_KEYS_MAX, False)
+    (fill,) = sends(wanted(bare, page, 0), Replicate)
+    (last,) = sends(filled(bare, fill, ReplicaStatus.STORED), Offer)
+    assert (len(last.message.heads), last.message.last) == (5, True)
+    assert asked(wanted(bare, last)).message.items[0].adopt
+
+
+def test_learner_that_asks_for_heads_when_it_should_adopt_starts_over():
+    bare = primary()
+    (offer,) = sends(said(bare, asked(bare.up("b")), LEARNING), Offer)
+    adopt = asked(wanted(bare, offer))
+    assert not all_of(said(bare, adopt, LEARNING), fx.Send)
+    assert not complete(bare)
+    assert asked(bare.tick(10))
+
+
+def test_learners_of_many_shards_leave_the_stream_to_fresh_writes():
+    bare = Bare().join().own(in_sync=("a",))
+    first = sends(bare.up("b"), Vector)[0]
+    offers = sends(said(bare, first, *[LEARNING] * len(first.message.items)), Offer)
+    assert len(offers) == OFFERING_PER_PEER_MAX
+    assert first.message.items[-1].shard in bare.core.put.repair.waiting["b"]
+
+
+# -- what goes wrong ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("answer", [fenced(), BUSY], ids=["unheard of", "busy"])
+def test_replica_that_cannot_be_compared_now_is_asked_once_a_tick(answer):
+    bare = primary()
+    question = asked(bare.up("b"))
+    for _ in range(20):
+        assert not sends(said(bare, question, answer), Vector)
+        bare.put([key_of(1)], [b"x"], op=2)  # traffic of others does not start it either
+        question = asked(bare.tick(10))
+    said(bare, question, spans(Span(5, 1, 2)))
+    assert complete(bare)
+
+
+def test_higher_epoch_stated_by_a_replica_stills_the_primary():
+    bare = primary()
+    said(bare, asked(bare.up("b")), fenced(9))
+    assert not bare.core.put._may_stamp(SHARD)
+    assert bare.core.put._may_stamp(SHARD + 1)
 
 
 def test_heartbeats_and_other_records_do_not_restart_a_comparison_under_way():
     bare = primary()
-    (offer,) = offers(bare.up("b"))
+    question = asked(bare.up("b"))
     for counter in range(5):
-        bare.records(("live/c", live("c", 2 + counter)))
-    offered(bare, offer)
+        assert not sends(bare.records(("live/c", live("c", 2 + counter))), Vector)
+    said(bare, question, spans(Span(5, 1, 2)))
     assert complete(bare)
 
 
 def test_lost_fill_starts_the_comparison_anew_at_the_next_tick():
     bare = primary()
-    (fill,) = fills(offered(bare, offers(bare.up("b"))[0], 0, 1))
-    assert not offers(filled(bare, fill, ReplicaStatus.STORED, ReplicaStatus.CHECKSUM))
+    (fill,) = sends(said(bare, asked(bare.up("b")), spans()), Replicate)
+    assert not all_of(filled(bare, fill, ReplicaStatus.STORED, ReplicaStatus.CHECKSUM), fx.Send)
     assert not complete(bare)
-    assert len(offers(bare.tick(10))) == 1
+    assert asked(bare.tick(10))
 
 
-def test_write_lost_during_a_comparison_keeps_the_learner_incomplete():
+def test_write_lost_during_a_comparison_keeps_the_replica_incomplete():
     bare = primary()
-    (offer,) = offers(bare.up("b"))
-    (write,) = fills(bare.put([KEYS[3]], [b"new"], op=2))
+    question = asked(bare.up("b"))
+    (write,) = sends(bare.put([KEYS[3]], [b"new"], op=2), Replicate)
     filled(bare, write, ReplicaStatus.FENCED)
-    offered(bare, offer)
+    said(bare, question, spans(Span(5, 1, 2)))
     assert not complete(bare)
-    (again,) = offers(bare.tick(10))
-    assert KEYS[3] in [head.key for head in again.message.heads]
+    (fill,) = sends(said(bare, asked(bare.tick(10)), spans(Span(5, 1, 2))), Replicate)
+    assert [i.key for i in fill.message.items] == [KEYS[3]]
 
 
-def test_offer_that_is_never_answered_does_not_hold_its_lane_for_ever():
+def test_write_lost_after_a_comparison_is_found_by_the_next():
     bare = primary()
-    assert offers(bare.up("b"))
-    bare.tick(4 * TTL / 1e6)
-    assert not offers(bare.tick(1))
-    assert offers(bare.tick(1))
+    said(bare, asked(bare.up("b")), spans(Span(5, 1, 2)))
+    (write,) = sends(bare.put([KEYS[3]], [b"new"], op=2), Replicate)
+    bare.unref(write.slots)
+    bare.step(ev.PeerDown(bare.now, "b"))
+    assert not complete(bare)
+    assert asked(bare.up("b")).message.items[0].spans == [Span(5, 1, 3)]
 
 
-def test_lost_connection_frees_the_lanes():
+@pytest.mark.parametrize("question", ["vector", "offer", "adopt"])
+def test_question_that_is_never_answered_does_not_hold_its_lane_for_ever(question):
     bare = primary()
-    (offer,) = offers(bare.up("b"))
+    effects = bare.up("b")
+    if question != "vector":
+        effects = said(bare, asked(effects), LEARNING)
+    if question == "adopt":
+        effects = wanted(bare, sends(effects, Offer)[0])
+    bare.tick(4 * TTL / MS)
+    assert ("b", SHARD) in bare.core.put.repair.lanes
+    bare.tick(1)
+    assert ("b", SHARD) not in bare.core.put.repair.lanes
+    assert asked(bare.tick(1))
+
+
+def test_lost_connection_frees_the_lanes_and_a_late_answer_changes_nothing():
+    bare = primary()
+    question = asked(bare.up("b"))
     bare.step(ev.PeerDown(bare.now, "b"))
     assert not bare.core.put.repair.lanes
-    assert not offers(bare.tick(10))
-    assert not bare.step(ev.OfferAnswered(bare.now, "b", offer.request, OfferReply([])))
-    assert offers(bare.up("b"))
+    assert not sends(bare.tick(10), Vector)
+    assert not said(bare, question, spans(Span(5, 1, 2)))
+    assert not complete(bare)
+    assert asked(bare.up("b"))
 
 
 def test_peer_that_left_the_replicas_is_waited_for_no_longer():
     bare = primary()
     assert bare.core.put.repair.lag() == 1
-    bare.own(replicas=("a", "c"), in_sync=("a",), shards=range(SHARD, SHARD + 1))
+    bare.own(replicas=("a", "c"), in_sync=("a",), shards=ONLY_SHARD)
     bare.tick(10)
     assert "b" not in bare.core.put.repair.waiting
     bare.own(primary="c", epoch=6)
@@ -133,97 +338,82 @@ def test_peer_that_left_the_replicas_is_waited_for_no_longer():
     assert bare.core.put.repair.lag() == 0
 
 
+def test_answer_of_a_peer_that_left_the_replicas_meanwhile_does_not_make_it_complete():
+    bare = primary()
+    question = asked(bare.up("b"))
+    bare.own(replicas=("a", "c"), in_sync=("a",), shards=ONLY_SHARD)
+    assert not all_of(said(bare, question, spans(Span(5, 1, 2))), fx.Send)
+    assert not complete(bare)
+
+
 def test_new_incarnation_is_compared_again_even_if_a_comparison_was_under_way():
     bare = primary()
-    (offer,) = offers(bare.up("b"))
+    question = asked(bare.up("b"))
     bare.records(("live/b", live("b", 2, checksum(b"another life"))))
-    offered(bare, offer)
+    said(bare, question, spans(Span(5, 1, 2)))
     assert not complete(bare)
-    assert offers(bare.tick(10))
+    assert asked(bare.tick(10))
 
 
-def test_lanes_are_bounded_and_go_on_without_a_tick():
-    bare = Bare().join().own(in_sync=("a",))
-    first = offers(bare.up("b"))
-    assert len(first) == LANES_PER_PEER_MAX
-    assert len(offers(offered(bare, first[0]))) == 1
-
-
-def test_bad_index_in_an_answer_is_survived():
+def test_new_incarnation_of_a_complete_peer_is_no_longer_complete():
     bare = primary()
-    (offer,) = offers(bare.up("b"))
-    assert not fills(offered(bare, offer, 7))
-    assert offers(bare.tick(10))
+    said(bare, asked(bare.up("b")), spans(Span(5, 1, 2)))
+    bare.records(("live/b", live("b", 2, checksum(b"another life"))))
+    assert not complete(bare)
 
 
-# -- the learner's side ------------------------------------------------------------------------------------------------
+def test_new_epoch_of_ours_compares_everybody_anew():
+    bare = primary()
+    said(bare, asked(bare.up("b")), spans(Span(5, 1, 2)))
+    bare.own(epoch=6, in_sync=("a",), shards=ONLY_SHARD)
+    assert not complete(bare)
+    assert asked(bare.tick(10)).message.items[0].authority == 6
 
 
-def learner() -> Bare:
-    bare = Bare().join().own(replicas=("a", "b"), shards=range(SHARD, SHARD + 1))
-    bare.put(KEYS[:1], [b"mine"])  # version (5, 1)
-    bare.own(primary="b", replicas=("b", "a"), in_sync=("b",), epoch=7)
-    bare.up("b")
-    return bare
+def test_lanes_are_bounded_share_messages_and_go_on_without_a_tick():
+    bare = Bare().join().own(in_sync=("a",))
+    first = sends(bare.up("b"), Vector)
+    assert [len(send.message.items) for send in first] == [PROBES_PER_MESSAGE_MAX] * (
+        LANES_PER_PEER_MAX // PROBES_PER_MESSAGE_MAX
+    )
+    more = asked(said(bare, first[0], *[spans()] * PROBES_PER_MESSAGE_MAX))
+    assert len(more.message.items) == PROBES_PER_MESSAGE_MAX
+    assert not {i.shard for i in more.message.items} & {i.shard for send in first for i in send.message.items}
 
 
-def ask(bare: Bare, *heads: OfferHead, last: bool = True, authority: int = 7) -> tuple[OfferReply, list[fx.Effect]]:
-    effects = bare.step(ev.OfferArrived(bare.now, 1, "b", Offer(SHARD, authority, list(heads), last)))
-    return only(effects, fx.OfferDone).reply, effects
+def test_answers_that_do_not_fit_the_question_are_survived():
+    bare = primary()
+    assert not all_of(said(bare, asked(bare.up("b")), spans(), spans()), fx.Send)
+    assert not complete(bare)
+    (offer,) = sends(said(bare, asked(bare.tick(10)), LEARNING), Offer)
+    assert not sends(wanted(bare, offer, 7), Replicate)
+    (offer,) = sends(said(bare, asked(bare.tick(10)), LEARNING), Offer)
+    assert not sends(wanted(bare, offer, fenced=1), Replicate)
+    assert asked(bare.tick(10))
 
 
-def test_learner_wants_what_is_newer_and_not_what_it_evicted():
-    bare = learner()
-    bare.core.state.directory.remember_evicted(KEYS[1], Version(6, 5))
-    heads = [OfferHead(key, Version(6, 5), checksum(b"x")) for key in KEYS[:3]]
-    reply, _ = ask(bare, *heads)
-    assert reply.wanted == [0, 2]
-
-
-def test_equal_bytes_are_adopted_instead_of_fetched():
-    bare = learner()
-    reply, _ = ask(bare, OfferHead(KEYS[0], Version(6, 5), checksum(b"mine")))
-    assert reply.wanted == []
-    assert bare.core.state.directory.get(KEYS[0]).version == Version(6, 5)
-    assert bare.live_slots() == 1
-
-
-def test_offer_without_authority_is_fenced():
-    bare = learner()
-    assert ask(bare, authority=6)[0].fenced_epoch == 7
-    assert ask(bare, authority=8)[0].fenced_epoch == 1
-
-
-def test_what_the_primary_lacks_or_has_older_is_handed_in_as_a_fill():
-    for heads in ([], [OfferHead(KEYS[0], Version(4, 9), checksum(b"older"))]):
-        bare = learner()
-        _, effects = ask(bare, *heads)
-        effects += bare.tick(10)
-        (send,) = [s for s in all_of(effects, fx.Send) if isinstance(s.message, PutRequest)]
-        (item,) = send.message.items
-        assert (item.seen, send.message.min_copies) == (Version(5, 1), 0)
-        assert bare.live_slots() == 1
-
-
-def test_what_was_offered_on_an_earlier_page_is_not_handed_in():
-    bare = learner()
-    ask(bare, OfferHead(KEYS[0], Version(5, 1), checksum(b"mine")), last=False)
-    ask(bare, OfferHead(KEYS[1], Version(5, 1), checksum(b"x")))
-    assert bare.core.put.hints.count() == 0
-    assert not bare.core.put.repair._offered
-
-
-def test_primary_does_not_take_back_what_it_evicted():
-    bare = primary(0)
-    bare.core.state.directory.remember_evicted(KEYS[0], Version(5, 1))
-    effects = bare.put([KEYS[0]], [b"x"], op=5, fresh=False, min_copies=0, peer="b", seen=Version(5, 1), session=False)
-    assert only(effects, fx.PutDone).outcomes[0].status is PutStatus.SUPERSEDED
-    assert not bare.live_slots()
-    effects = bare.put([KEYS[0]], [b"x"], op=6, fresh=False, min_copies=0, peer="b", seen=Version(5, 2), session=False)
-    assert only(effects, fx.PutDone).outcomes[0].status is PutStatus.STORED
+def test_a_phase_takes_only_the_moves_of_its_table():
+    lane = CatchUp(SHARD)
+    with pytest.raises(InvariantViolation):
+        lane.move("all answered")
+    for phase, what in TRANSITIONS:
+        lane.phase = phase
+        lane.move(what)
+        assert lane.phase is TRANSITIONS[phase, what]
 
 
 # -- whole clusters ----------------------------------------------------------------------------------------------------
+
+
+def vectors(world: World, shard: int) -> dict[str, list[Span]]:
+    """What each replica of a shard has processed."""
+    owner = world.nodes[world.primary(shard)].core.state.view.owners[shard]
+    return {name: world.nodes[name].core.put.stream.vector(shard).spans() for name in owner.replicas}
+
+
+def replicas_agree(world: World, shard: int) -> bool:
+    found = list(vectors(world, shard).values())
+    return all(spans == found[0] for spans in found)
 
 
 def test_restarted_backup_is_filled_and_in_sync_again():
@@ -239,6 +429,31 @@ def test_restarted_backup_is_filled_and_in_sync_again():
         owner = world.nodes["a"].core.state.view.owners[shard_of(key)]
         assert set(owner.in_sync) == set(owner.replicas)
         assert all(world.nodes[name].core.state.directory.get(key) is not None for name in owner.replicas)
+        assert replicas_agree(world, shard_of(key))
+
+
+def test_replica_that_was_cut_off_is_sent_only_what_it_missed():
+    world = World("abc", seed=4)
+    world.settle()
+    world.run_ms(2500)
+    keys = keys_of_shard(SHARD, 30)
+    name = world.primary(SHARD)
+    (backup,) = set(world.nodes[name].core.state.view.owners[SHARD].replicas) - {name}
+    world.put_now(name, keys[:20], [b"known to both"] * 20, min_copies=2)
+    world.cut(name, backup)
+    world.put_now(name, keys[20:], [b"missed"] * 10)
+    sent: list[tuple[str, bytes]] = []
+    world.observers.append(
+        lambda node, effect: (
+            sent.extend((node.name, i.key) for i in effect.message.items)
+            if isinstance(effect, fx.Send) and isinstance(effect.message, Replicate)
+            else None
+        )
+    )
+    world.heal()
+    world.run_ms(1500)
+    assert sorted(sent) == sorted((name, key) for key in keys[20:])
+    assert replicas_agree(world, SHARD)
 
 
 def test_write_that_only_a_paused_old_primary_heard_of_reaches_all_after_healing():
@@ -252,16 +467,18 @@ def test_write_that_only_a_paused_old_primary_heard_of_reaches_all_after_healing
     world.run_ms(100)
     for other in set("abc") - {primary_name}:
         world.cut(primary_name, other)
-    assert world.put_now(primary_name, [key], [b"known to one"])[0].status is PutStatus.STORED
+    (outcome,) = world.put_now(primary_name, [key], [b"known to one"])
+    assert outcome.status is PutStatus.STORED
     world.pause(primary_name)
     world.run_until(lambda: world.nodes[backup].core.state.view.primary_of(SHARD) not in (None, primary_name))
     world.heal()
     world.run_ms(4000)
     replicas = world.nodes[backup].core.state.view.owners[SHARD].replicas
+    assert primary_name in replicas
     entries = [world.nodes[name].core.state.directory.get(key) for name in replicas]
-    assert len({(entry.version, entry.checksum) for entry in entries}) == 1
-    if primary_name in replicas:
-        assert entries[0].checksum == checksum(b"known to one")
+    assert {entry.version for entry in entries} == {outcome.version}  # handed in as it was stamped
+    assert {entry.checksum for entry in entries} == {checksum(b"known to one")}
+    assert replicas_agree(world, SHARD)
 
 
 def test_quiet_cluster_sends_nothing_but_heartbeats():
@@ -269,7 +486,7 @@ def test_quiet_cluster_sends_nothing_but_heartbeats():
     world.settle()
     world.put_now("a", [key_of(n) for n in range(50)], [b"x"] * 50)
     world.restart("c")
-    world.run_ms(4000)
+    world.run_ms(6000)
     seen: list[fx.Effect] = []
     world.observers.append(lambda node, effect: seen.append(effect))
     world.run_ms(3000)
@@ -289,3 +506,18 @@ def test_miss_reason_of_a_repaired_delete():
     world.heal()
     world.run_ms(1500)
     assert world.get_now(backup, KEYS[:1])[0][0].reason == MissReason.DELETED
+
+
+def test_ghost_that_a_replica_hands_in_ends_the_older_version_at_the_third_too():
+    """b overwrote and evicted while it was primary; a, the primary now, has neither version; c has the older one."""
+    bare = Bare(factor=3).join().own(replicas=("a",), in_sync=("a",))
+    bare.own(replicas=("a", "b", "c"), in_sync=("a",), shards=ONLY_SHARD)
+    for question in sends(bare.up("b", "c"), Vector):
+        said(bare, question, spans(Span(4, 1, 1)))
+    overwritten = item(KEYS[0], b"", 2, epoch=4, skip=True)
+    assert overwritten.prev == NO_VERSION
+    only(bare.receive((overwritten, b""), surplus=True), fx.ReplicaDone)
+    question = asked(bare.tick(10))
+    assert question.peer == "c"
+    (fill,) = sends(said(bare, question, spans(Span(4, 1, 1))), Replicate)
+    assert [(i.key, i.version, i.skip) for i in fill.message.items] == [(KEYS[0], Version(4, 2), True)]

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from emberkv.core import effects as fx
 from emberkv.core import events as ev
-from emberkv.messages import BlockInfo, Offer
+from emberkv.messages import BlockInfo, Offer, PutItem, PutReply
 from emberkv.node.runtime import Runtime
-from emberkv.types import MissReason, shard_of
+from emberkv.types import MissReason, PutStatus, checksum, shard_of
 from harness.world import World, key_of
 
 MS = 1_000_000
@@ -33,7 +34,7 @@ class SlowPeers:
     def __init__(self, clock: RunningClock) -> None:
         self.clock = clock
 
-    def start(self, peer: str, keys: list[bytes], session: bool, deadline_ns: int) -> Any:
+    def start(self, peer: str, keys: list[bytes], session: bool, deadline_ns: int, *_: Any) -> Any:
         clock = self.clock
 
         class Pending:
@@ -134,3 +135,103 @@ def test_a_refused_message_never_outlives_the_peers_return(world: World) -> None
     runtime.handle(tick)
     returns.join(5)
     assert "b" in core.state.peers_up
+
+
+# -- dialogues: what takes time is asked for, never waited for --------------------------------------------------------
+
+
+def elsewhere(world: World) -> bytes:
+    """A key whose shard node a has no part in."""
+    owners = world.nodes["a"].core.state.view.owners
+    return next(key_of(n) for n in range(1000) if "a" not in owners[shard_of(key_of(n))].replicas)
+
+
+def ours(world: World) -> bytes:
+    """A key whose primary is node a."""
+    owners = world.nodes["a"].core.state.view.owners
+    return next(key_of(n) for n in range(1000) if owners[shard_of(key_of(n))].primary == "a")
+
+
+def put_event(runtime: Runtime, key: bytes, data: bytes) -> ev.PutBegin:
+    item = PutItem(key[8:], checksum(b"put") + b"\0" * 8, len(data))
+    deadline_ns = runtime.now_ns() + 500 * MS
+    return ev.PutBegin(runtime.now_ns(), runtime.op(), [key], [item], deadline_ns, True, True, 1, "")
+
+
+def test_a_read_asks_for_its_fetches_and_takes_what_they_bring(world: World) -> None:
+    runtime, _ = runtime_of(world)
+    key, data = elsewhere(world), b"from a peer"
+    ended: list[fx.Effect] = []
+    deadline_ns = runtime.now_ns() + 500 * MS
+    dialogue = runtime.reading(ended.append, [key], deadline_ns, session=True, local_only=False, verify=False)
+    fetches = next(dialogue)
+    assert isinstance(fetches, list)
+    assert [fetch.keys for fetch in fetches] == [[key]]
+    assert runtime.core.reads.ops, "the read is under way while its fetch is"
+    (slot,) = runtime.place([len(data)])
+    assert slot is not None
+    runtime.tier.view(slot)[:] = data
+    info = BlockInfo(int(MissReason.NONE), (1, 1), len(data), checksum(data))  # type: ignore[arg-type]
+    with pytest.raises(StopIteration) as end:
+        dialogue.send([([info], [slot], 1000)])
+    infos, slots = end.value.value
+    assert infos[0].reason == MissReason.NONE
+    assert bytes(runtime.tier.view(slots[0])) == data
+    assert not ended
+    runtime.unref(slots)
+
+
+def test_a_read_that_somebody_else_ends_wants_that_end(world: World) -> None:
+    runtime, _ = runtime_of(world)
+    ended: list[fx.Effect] = []
+    deadline_ns = runtime.now_ns() + 5 * MS
+    dialogue = runtime.reading(
+        ended.append, [elsewhere(world)], deadline_ns, session=True, local_only=False, verify=False
+    )
+    assert isinstance(next(dialogue), list)
+    time.sleep(0.006)
+    runtime.handle(ev.Tick(runtime.now_ns()))
+    assert isinstance(ended[0], fx.GetDone)
+    late = BlockInfo(int(MissReason.DEADLINE))
+    assert dialogue.send([([late], [None], 1000)]) is None, "there is nothing more to do than to take the end"
+    with pytest.raises(StopIteration) as end:
+        dialogue.send(ended[0])
+    assert end.value.value[1] == [None]
+
+
+def test_a_put_whose_bytes_do_not_come_stores_nothing(world: World) -> None:
+    runtime, _ = runtime_of(world)
+    key, replies = ours(world), []
+    used = runtime.tier.usage()[0]
+    dialogue = runtime.putting(put_event(runtime, key, b"never whole"), replies.append)
+    assert next(dialogue)[0] is not None
+    with pytest.raises(ConnectionError):
+        dialogue.throw(ConnectionError("gone"))
+    assert not replies
+    assert runtime.core.state.directory.get(key) is None
+    assert runtime.tier.usage()[0] == used
+
+
+def test_a_put_is_answered_when_its_bytes_are_there(world: World) -> None:
+    runtime, _ = runtime_of(world)
+    node, key, data = world.nodes["a"], ours(world), b"whole"
+    # The world's lease is dated by the world's clock, which this runtime goes on with.
+    runtime.core.lease.deadline_ns = runtime.now_ns() + 10_000 * MS
+    replies: list[PutReply] = []
+    dialogue = runtime.putting(put_event(runtime, key, data), replies.append)
+    slots = next(dialogue)
+    assert not replies
+    node.tier.write(slots[0], data)
+    with pytest.raises(StopIteration):
+        dialogue.send([checksum(data)])
+    assert replies[0].outcomes[0].status is PutStatus.STORED
+
+
+def test_an_acknowledgement_after_the_lease_is_unknown(world: World) -> None:
+    runtime, _ = runtime_of(world)
+    done = fx.PutDone(1, [], gate_ns=runtime.now_ns() - 1)
+    done.outcomes = [fx.PutOutcome(PutStatus.STORED, copies=1)]
+    heard: list[fx.Effect] = []
+    runtime._waiting[1] = heard.append
+    runtime.perform([done])
+    assert [outcome.status for outcome in heard[0].outcomes] == [PutStatus.UNKNOWN]  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ import pytest
 
 from emberkv import messages as m
 from emberkv.errors import HandshakeRefused, ProtocolError, Unavailable
-from emberkv.messages import Kind, Role
+from emberkv.messages import Kind, PutFlag, Role
 from emberkv.types import Namespace
 from emberkv.wire.session import REQUESTS, ServerSession, SessionState, checked_welcome
 
@@ -32,10 +32,14 @@ FRAMES: dict[Kind, Any] = {
     Kind.REPLICATE_REPLY: m.ReplicateReply([], []),
     Kind.OFFER: m.Offer(0, 0, []),
     Kind.OFFER_REPLY: m.OfferReply([]),
+    Kind.VECTOR: m.Vector([]),
+    Kind.VECTOR_REPLY: m.VectorReply([]),
     Kind.MAP: m.MapRequest(),
     Kind.MAP_REPLY: m.MapReply(0, (), ()),
     Kind.STATUS: m.StatusRequest(),
     Kind.STATUS_REPLY: m.StatusReply(b""),
+    Kind.ADMIN: m.AdminRequest("namespaces"),
+    Kind.ADMIN_REPLY: m.AdminReply(True),
 }
 
 
@@ -110,8 +114,43 @@ def test_each_role_may_say_what_it_needs_and_nothing_else(role: Role, kind: Kind
 
 
 def test_a_reader_can_never_write() -> None:
-    assert not REQUESTS[Role.FETCH] & {Kind.PUT, Kind.DELETE, Kind.REPLICATE, Kind.OFFER, Kind.UNPIN}
-    assert not REQUESTS[Role.CLIENT] & {Kind.REPLICATE, Kind.OFFER}
+    assert not REQUESTS[Role.FETCH] & {Kind.PUT, Kind.DELETE, Kind.REPLICATE, Kind.OFFER, Kind.VECTOR, Kind.UNPIN}
+    assert not REQUESTS[Role.CLIENT] & {Kind.REPLICATE, Kind.OFFER, Kind.VECTOR}
+
+
+def test_only_a_client_may_give_orders() -> None:
+    assert [role for role in Role if Kind.ADMIN in REQUESTS[role]] == [Role.CLIENT]
+
+
+FLOORS, IF_NEWER, RELAY = int(m.GetFlag.FLOORS), int(m.GetFlag.IF_NEWER), int(m.GetFlag.RELAY)
+
+
+@pytest.mark.parametrize(
+    ("message", "role", "allowed"),
+    [
+        (m.GetRequest([], flags=FLOORS), Role.CLIENT, True),
+        (m.GetRequest([], flags=FLOORS), Role.FETCH, True),
+        (m.GetRequest([], flags=FLOORS | IF_NEWER), Role.CLIENT, False),
+        (m.GetRequest([], flags=FLOORS | IF_NEWER), Role.FETCH, True),
+        (m.GetRequest([], flags=RELAY), Role.CLIENT, False),
+        (m.GetRequest([], flags=RELAY), Role.FETCH, True),
+        (m.PutRequest([], flags=int(PutFlag.FORWARD)), Role.CLIENT, False),
+        (m.PutRequest([], flags=int(PutFlag.FORWARD | PutFlag.RELAY)), Role.CLIENT, False),
+        (m.PutRequest([], flags=int(PutFlag.FORWARD | PutFlag.RELAY), delete=True), Role.CLIENT, False),
+        (m.PutRequest([], flags=int(PutFlag.FORWARD | PutFlag.RELAY)), Role.STREAM, True),
+        (m.PutRequest([], flags=int(PutFlag.FRESH)), Role.CLIENT, True),
+    ],
+)
+def test_flags_for_nodes_end_the_connection_of_a_client(message: Any, role: Role, allowed: bool) -> None:
+    server = session()
+    server.answer(msgspec.structs.replace(PEER, role=int(role)))
+    if allowed:
+        server.check(message)
+        assert server.state is SessionState.OPEN
+        return
+    with pytest.raises(ProtocolError, match="not allowed on a CLIENT connection"):
+        server.check(message)
+    assert server.state is SessionState.CLOSED
 
 
 def test_hello_twice_is_an_error_and_close_is_final() -> None:

@@ -1,9 +1,14 @@
 """Decoded records and what follows from them."""
 
+from emberkv.core import events as ev
 from emberkv.core.view import ClusterView, encode_record, owner_key
-from emberkv.messages import ShardOwner
+from emberkv.messages import DrainRecord, ShardOwner
 from emberkv.ports import Record
-from harness.bare import beat, live
+from emberkv.types import Namespace, checksum, scope_of
+from harness.bare import Bare, beat, live
+
+LISTED_AT = 100
+"""Revision of a full listing; no record of these tests is newer."""
 
 
 def view_of(*records: tuple[str, bytes, int]) -> ClusterView:
@@ -14,7 +19,7 @@ def view_of(*records: tuple[str, bytes, int]) -> ClusterView:
 
 
 def apply(view: ClusterView, *records: tuple[str, bytes, int], deleted=(), full=False, now_ns=1) -> None:
-    view.apply([Record(*record) for record in records], list(deleted), full=full, now_ns=now_ns)
+    view.apply([Record(*record) for record in records], list(deleted), full=full, now_ns=now_ns, revision=LISTED_AT)
 
 
 def own(primary: str, liveness: int, epoch: int) -> bytes:
@@ -77,3 +82,116 @@ def test_map_leaves_out_the_dead_and_the_vacant():
     found = view.cluster_map()
     assert [node.name for node in found.nodes] == ["b"]
     assert found.owners[3] is None
+
+
+# -- drains ------------------------------------------------------------------------------------------------------------
+
+
+def drain(incarnation: bytes) -> bytes:
+    return encode_record(DrainRecord(incarnation))
+
+
+def test_a_drain_concerns_one_life_of_a_node():
+    life, next_life = checksum(b"b"), checksum(b"b, again")
+    view = view_of(("live/b", live("b", 1, life), 1))
+    assert not view.is_draining("b")
+    apply(view, ("drain/b", drain(life), 2))
+    assert view.roles_changed
+    assert view.is_draining("b")
+    apply(view, ("live/b", live("b", 2, next_life), 3))
+    assert not view.is_draining("b")
+    assert not view.is_draining("nobody")
+
+
+def test_a_drain_ends_with_its_record():
+    view = view_of(("live/b", live("b", 1), 1), ("drain/b", drain(checksum(b"b")), 2))
+    apply(view, deleted=["drain/b"])
+    assert view.roles_changed
+    assert not view.is_draining("b")
+
+
+# -- namespaces --------------------------------------------------------------------------------------------------------
+
+
+def namespace(generation: int = 1, **policy: object) -> bytes:
+    return encode_record(Namespace("ns", generation=generation, **policy))  # type: ignore[arg-type]
+
+
+FIRST, SECOND = scope_of("ns", 1), scope_of("ns", 2)
+
+
+def test_policy_is_found_by_scope_and_follows_its_record():
+    view = view_of(("ns/ns", namespace(factor=3), 1))
+    assert view.policies[FIRST].factor == 3
+    assert not view.roles_changed
+    apply(view, ("ns/ns", namespace(factor=1), 3), ("ns/ns", namespace(factor=2), 2))
+    assert view.policies[FIRST].factor == 1
+    assert view.namespace_revision["ns"] == 3
+    assert not view.dead_scopes
+
+
+def test_dropping_a_namespace_kills_its_scope_and_creating_it_again_makes_another():
+    view = view_of(("ns/ns", namespace(), 1))
+    apply(view, ("ns/ns", namespace(dropped=True), 2))
+    assert not view.policies
+    assert view.dead_scopes == {FIRST}
+    assert view.namespaces["ns"].dropped
+    apply(view, ("ns/ns", namespace(generation=2), 3))
+    assert list(view.policies) == [SECOND]
+    assert view.dead_scopes == {FIRST}
+
+
+def test_a_generation_that_was_missed_kills_the_old_scope_too():
+    view = view_of(("ns/ns", namespace(), 1))
+    apply(view, ("ns/ns", namespace(generation=2), 4))
+    assert (list(view.policies), view.dead_scopes) == ([SECOND], {FIRST})
+
+
+def test_a_namespace_that_was_never_seen_alive_has_nothing_to_sweep():
+    view = view_of(("ns/ns", namespace(dropped=True), 1))
+    assert (view.policies, view.dead_scopes) == ({}, set())
+
+
+def test_scope_of_a_namespace_that_is_there_is_never_dead():
+    """A listing that came from a lagging or restored coordinator lacked it; then it was back."""
+    view = view_of(("ns/ns", namespace(), 1))
+    apply(view, full=True)
+    apply(view, ("ns/ns", namespace(), 2))
+    assert list(view.policies) == [FIRST]
+    assert not view.dead_scopes
+
+
+def test_blocks_expire_somewhere_only_while_a_policy_says_so():
+    view = view_of(("ns/ns", namespace(), 1))
+    assert not view.expiring
+    apply(view, ("ns/ns", namespace(expiry_ms=5), 2))
+    assert view.expiring
+    apply(view, ("ns/ns", namespace(expiry_ms=5, dropped=True), 3))
+    assert not view.expiring
+
+
+# -- listings and watches overtake each other --------------------------------------------------------------------------
+
+
+def test_a_full_listing_does_not_delete_what_is_newer_than_itself():
+    """It was asked for before these records were written, and arrives after their watch or our own commit."""
+    bare = Bare().join().own(replicas=("a",), in_sync=("a",))
+    bare.records(("live/d", live("d", 1)), ("ns/ns", namespace()), ("drain/c", drain(checksum(b"c"))))
+    view, asked_at = bare.core.state.view, 1  # before a had joined
+    known = [Record("live/b", live("b", 1), 1), Record("live/c", live("c", 1), 1)]
+    bare.step(ev.Records(bare.now, known, [], asked_at, full=True))
+    assert view.is_live("d")
+    assert view.is_live("a")
+    assert view.owners[3] is not None
+    assert view.primary_epoch[3]
+    assert view.is_draining("c")
+    assert list(view.policies) == [FIRST]
+    assert not view.dead_scopes
+
+
+def test_a_full_listing_deletes_what_is_as_old_as_itself():
+    bare = Bare().join()
+    bare.records(("live/d", live("d", 1)))
+    known = [Record("live/b", live("b", 1), 1), Record("live/c", live("c", 1), 1)]
+    bare.step(ev.Records(bare.now, known, [], bare.revision, full=True))
+    assert not bare.core.state.view.is_live("d")

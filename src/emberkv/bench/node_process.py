@@ -24,7 +24,7 @@ from typing import Any, Final
 
 import msgspec
 
-from emberkv.config.cluster import ClusterConfig, NamespaceConfig
+from emberkv.config import ClusterConfig, NamespaceConfig
 from emberkv.config.node import NodeConfig
 from emberkv.errors import EmberError, Unavailable
 from emberkv.messages import Hello, Role, StatusReply, StatusRequest

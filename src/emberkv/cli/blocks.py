@@ -33,7 +33,7 @@ Endpoints = Annotated[
         help="unix:/path or tcp:host:port; repeatable. Default: $EMBERKV_ENDPOINTS, else the cluster of `up`.",
     ),
 ]
-LevelOption = Annotated[str, typer.Option("--level", help="eventual or session. Default: the namespace's.")]
+LevelOption = Annotated[str, typer.Option("--level", help="eventual, session or strong. Default: the namespace's.")]
 Deadline = Annotated[int, typer.Option("--deadline-ms", min=1, max=600_000, help="The answer comes by then.")]
 NamespaceOption = Annotated[str, typer.Option("--namespace", help="Name of the namespace.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]

@@ -9,8 +9,7 @@ import typer
 from rich.table import Table
 
 from emberkv.cli.output import emit_json, results
-from emberkv.core.budget import Budget, Costs, parse_duration_ms, plan, smallest_budget_ms
-from emberkv.errors import ConfigError
+from emberkv.core.budget import Budget, Costs, check_costs, parse_duration_ms, plan, smallest_budget_ms
 
 DEFAULTS = Costs()
 
@@ -40,12 +39,7 @@ def budget_command(
         backoff_ms=backoff_ms,
         coordinator_election_ms=election_ms,
     )
-    for name in costs.__struct_fields__:
-        value = getattr(costs, name)
-        if not math.isfinite(value) or value < 0:
-            raise ConfigError(f"{name}: {value:g} is not a positive number")
-    if drift >= 1 / 3:
-        raise ConfigError(f"drift: {drift:g} leaves no room for any lease: it must be far below 1/3")
+    check_costs(costs)
     planned = plan(parse_duration_ms(budget), costs)
     document = describe(planned)
     if as_json:

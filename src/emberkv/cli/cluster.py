@@ -106,8 +106,10 @@ class LocalCluster:
         namespaces: Sequence[NamespaceConfig] | None = None,
         node_settings: dict[str, Any] | None = None,
         settings_of: dict[str, dict[str, Any]] | None = None,
+        cluster_settings: dict[str, Any] | None = None,
     ) -> None:
-        """`settings_of`: NodeConfig fields of single nodes, by name. Raises ConfigError."""
+        """`settings_of`: NodeConfig fields of single nodes, by name; `cluster_settings`: further ClusterConfig fields.
+        Raises ConfigError."""
         names = [f"n{index}" for index in range(1, nodes + 1)] if isinstance(nodes, int) else list(nodes)
         if not 1 <= len(names) <= NODES_MAX:
             raise ConfigError(f"--nodes: {len(names)} is not between 1 and {NODES_MAX}")
@@ -118,11 +120,11 @@ class LocalCluster:
             cluster_id=cluster_id or label,
             members=names,
             failover_budget=failover_budget,
-            factor=min(2, len(names)),
             namespaces=list(namespaces or [NamespaceConfig(name="default")]),
             # Named for the directory, whatever the cluster is called: the lock on the one guards the other.
             control_dir=str(memory / f"emberkv-{label}" if memory.is_dir() else self.directory / "control"),
             data_dir=str(self.directory / "coordinator"),
+            **{"factor": min(2, len(names)), **(cluster_settings or {})},
         )
         self._arena_bytes = arena_bytes
         self._settings = node_settings or {}

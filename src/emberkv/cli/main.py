@@ -15,7 +15,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from emberkv import __version__
-from emberkv.cli import blocks, budget, status, tools, up
+from emberkv.cli import blocks, budget, drain, namespace, sim, status, tools, up
 from emberkv.cli.output import emit_error
 from emberkv.errors import ConfigError, EmberError, HandshakeRefused
 
@@ -26,7 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for _room in (up, blocks, status, budget, tools):
+for _room in (up, blocks, status, namespace, drain, budget, tools, sim):
     _room.register(app)
 
 

@@ -31,6 +31,7 @@ def hello() -> Hello:
         tenant="default",
         node="",
         incarnation=os.urandom(16),
+        namespace="",
         want_staging_bytes=STAGING_BYTES,
     )
 

@@ -105,8 +105,15 @@ def render(document: dict[str, Any]) -> tuple[Table, list[str]]:
         f"{cluster['primaries']} of {cluster['shards']} shards have their primary here; epochs {epochs}",
         "misses: " + (", ".join(f"{reason} {count}" for reason, count in misses) or "none"),
         *(f"{_short_name(node['endpoint'])}: {node['error']}" for node in document["nodes"] if "error" in node),
+        *(f"{node['node']}: budget at risk: {risk}" for node in document["nodes"] for risk in _risks(node)),
     ]
     return table, lines
+
+
+def _risks(node: dict[str, Any]) -> list[str]:
+    """What is slower on a node than the failover budget assumes."""
+    risks: list[str] = node.get("budget", {}).get("at_risk", [])
+    return risks
 
 
 def show_epoch(epoch: int) -> str:
@@ -120,7 +127,7 @@ def _row(node: dict[str, Any]) -> list[str]:
     shards, total, left_ms = node["shards"], node["bytes_total"], node["lease_left_ms"]
     return [
         node["node"],
-        node["phase"],
+        "draining" if node.get("draining") else node["phase"],
         f"{left_ms / 1000:.1f}s" if left_ms else "none",
         "+".join(str(shards.get(role, 0)) for role in ("primary", "backup", "learner")),
         str(node["entries"]),

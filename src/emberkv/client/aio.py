@@ -20,6 +20,7 @@ from emberkv.client.client import Client
 from emberkv.client.connection import Bytes
 from emberkv.client.loads import LoadResult
 from emberkv.client.pins import Pinned
+from emberkv.client.token import SessionToken
 from emberkv.messages import MapReply
 from emberkv.types import Hit, Level, Miss, PrefixMatch, PutOutcome
 
@@ -64,22 +65,38 @@ class AsyncClient:
             raise
 
     async def get_many(
-        self, keys: Sequence[bytes], *, deadline_ms: int = 1000, level: Level | int | None = None
+        self,
+        keys: Sequence[bytes],
+        *,
+        deadline_ms: int = 1000,
+        level: Level | int | None = None,
+        token: SessionToken | None = None,
     ) -> list[Hit | Miss]:
         """See Client.get_many."""
-        return await self._run(self.client.get_many, keys, deadline_ms=deadline_ms, level=level)
+        return await self._run(self.client.get_many, keys, deadline_ms=deadline_ms, level=level, token=token)
 
     async def get_into(
-        self, keys: Sequence[bytes], dest: Bytes, *, deadline_ms: int = 1000, level: Level | int | None = None
+        self,
+        keys: Sequence[bytes],
+        dest: Bytes,
+        *,
+        deadline_ms: int = 1000,
+        level: Level | int | None = None,
+        token: SessionToken | None = None,
     ) -> LoadResult:
         """See Client.get_into."""
-        return await self._run(self.client.get_into, keys, dest, deadline_ms=deadline_ms, level=level)
+        return await self._run(self.client.get_into, keys, dest, deadline_ms=deadline_ms, level=level, token=token)
 
     async def pin_many(
-        self, keys: Sequence[bytes], *, deadline_ms: int = 1000, level: Level | int | None = None
+        self,
+        keys: Sequence[bytes],
+        *,
+        deadline_ms: int = 1000,
+        level: Level | int | None = None,
+        token: SessionToken | None = None,
     ) -> Pinned:
         """See Client.pin_many; the result is an ordinary context manager."""
-        return await self._run(self.client.pin_many, keys, deadline_ms=deadline_ms, level=level)
+        return await self._run(self.client.pin_many, keys, deadline_ms=deadline_ms, level=level, token=token)
 
     async def exists_many(self, keys: Sequence[bytes], *, deadline_ms: int = 1000) -> list[bool]:
         """See Client.exists_many."""
@@ -96,15 +113,27 @@ class AsyncClient:
         level: Level | int | None = None,
         deadline_ms: int = 1000,
         min_copies: int = 1,
+        token: SessionToken | None = None,
     ) -> list[PutOutcome]:
         """See Client.put_many."""
-        return await self._run(self.client.put_many, items, level=level, deadline_ms=deadline_ms, min_copies=min_copies)
+        return await self._run(
+            self.client.put_many, items, level=level, deadline_ms=deadline_ms, min_copies=min_copies, token=token
+        )
 
     async def delete_many(
-        self, keys: Sequence[bytes], *, level: Level | int | None = None, deadline_ms: int = 1000
+        self,
+        keys: Sequence[bytes],
+        *,
+        level: Level | int | None = None,
+        deadline_ms: int = 1000,
+        token: SessionToken | None = None,
     ) -> list[PutOutcome]:
         """See Client.delete_many."""
-        return await self._run(self.client.delete_many, keys, level=level, deadline_ms=deadline_ms)
+        return await self._run(self.client.delete_many, keys, level=level, deadline_ms=deadline_ms, token=token)
+
+    def session(self, token: SessionToken | bytes | str | None = None) -> AsyncSession:
+        """See Client.session; nothing is waited for."""
+        return AsyncSession(self, self.client.session(token).token)
 
     async def status(self, *, deadline_ms: int = 1000) -> dict[str, Any]:
         """See Client.status."""
@@ -126,3 +155,45 @@ class AsyncClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+
+class AsyncSession:
+    """Session with awaitable verbs: `token` is carried by every call and advanced by it."""
+
+    def __init__(self, client: AsyncClient, token: SessionToken) -> None:
+        self.client = client
+        self.token = token
+
+    async def get_many(self, keys: Sequence[bytes], *, deadline_ms: int = 1000) -> list[Hit | Miss]:
+        """See Session.get_many."""
+        return await self.client.get_many(keys, deadline_ms=deadline_ms, token=self.token)
+
+    async def get_into(self, keys: Sequence[bytes], dest: Bytes, *, deadline_ms: int = 1000) -> LoadResult:
+        """See Session.get_into."""
+        return await self.client.get_into(keys, dest, deadline_ms=deadline_ms, token=self.token)
+
+    async def pin_many(self, keys: Sequence[bytes], *, deadline_ms: int = 1000) -> Pinned:
+        """See Session.pin_many; the result is an ordinary context manager."""
+        return await self.client.pin_many(keys, deadline_ms=deadline_ms, token=self.token)
+
+    async def exists_many(self, keys: Sequence[bytes], *, deadline_ms: int = 1000) -> list[bool]:
+        """See Session.exists_many."""
+        return await self.client.exists_many(keys, deadline_ms=deadline_ms)
+
+    async def match_prefix(self, keys: Sequence[bytes], *, deadline_ms: int = 1000) -> PrefixMatch:
+        """See Session.match_prefix."""
+        return await self.client.match_prefix(keys, deadline_ms=deadline_ms)
+
+    async def put_many(
+        self,
+        items: Sequence[tuple[bytes, ReadableBuffer] | PutBlock],
+        *,
+        deadline_ms: int = 1000,
+        min_copies: int = 1,
+    ) -> list[PutOutcome]:
+        """See Session.put_many."""
+        return await self.client.put_many(items, deadline_ms=deadline_ms, min_copies=min_copies, token=self.token)
+
+    async def delete_many(self, keys: Sequence[bytes], *, deadline_ms: int = 1000) -> list[PutOutcome]:
+        """See Session.delete_many."""
+        return await self.client.delete_many(keys, deadline_ms=deadline_ms, token=self.token)

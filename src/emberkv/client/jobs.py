@@ -17,6 +17,7 @@ from typing import Final, Generic, TypeVar
 from emberkv.client.connection import Bytes
 from emberkv.client.loads import LoadResult
 from emberkv.client.saves import STAGING_FULL, UNKNOWN, UNREACHABLE
+from emberkv.client.token import SessionToken
 from emberkv.messages import PutItem
 from emberkv.types import BATCH_KEYS_MAX, Level, MissReason, PutOutcome
 
@@ -28,7 +29,8 @@ FINISHED_MAX: Final = 65536
 """Ended jobs kept for `poll`; a caller that only waits never polls, so the oldest are forgotten."""
 
 Result = TypeVar("Result")
-Terms = tuple[Level | int | None, int]
+Terms = tuple[Level | int | None, int, SessionToken | None]
+"""Level, min_copies and the session of a save; what differs in them is never merged."""
 
 
 class Job(Generic[Result]):
@@ -81,12 +83,20 @@ class PutJob(Job[list[PutOutcome]]):
 class GetJob(Job[LoadResult]):
     """A load that waits or runs."""
 
-    def __init__(self, keys: list[bytes], dest: Bytes, deadline_ns: int, level: Level | int | None) -> None:
+    def __init__(
+        self,
+        keys: list[bytes],
+        dest: Bytes,
+        deadline_ns: int,
+        level: Level | int | None,
+        token: SessionToken | None = None,
+    ) -> None:
         super().__init__()
         self.keys = keys
         self.dest = dest
         self.deadline_ns = deadline_ns
         self.level = level
+        self.token = token
 
     def miss(self, reason: MissReason) -> LoadResult:
         """The result of a load that did not begin."""
@@ -98,8 +108,10 @@ class JobQueue:
 
     def __init__(
         self,
-        put: Callable[[list[PutItem], list[memoryview], Level | int | None, int, int], list[PutOutcome]],
-        get: Callable[[list[bytes], Bytes, int, Level | int | None], LoadResult],
+        put: Callable[
+            [list[PutItem], list[memoryview], Level | int | None, int, int, SessionToken | None], list[PutOutcome]
+        ],
+        get: Callable[[list[bytes], Bytes, int, Level | int | None, SessionToken | None], LoadResult],
         bytes_max: int,
     ) -> None:
         self._put = put
@@ -120,9 +132,10 @@ class JobQueue:
         level: Level | int | None,
         deadline_ns: int,
         min_copies: int,
+        token: SessionToken | None = None,
     ) -> PutJob:
         """Enqueues a save; one that finds no room is returned done and `dropped`."""
-        job = PutJob(items, views, (level, min_copies), deadline_ns)
+        job = PutJob(items, views, (level, min_copies, token), deadline_ns)
         with self._changed:
             # A job larger than the bound may still run alone: the bound is about what waits.
             full = len(self._puts) >= JOBS_MAX or (self._bytes and self._bytes + job.size > self._bytes_max)
@@ -136,9 +149,16 @@ class JobQueue:
         self._finish(job, [UNREACHABLE if self._closed else STAGING_FULL] * len(items))
         return job
 
-    def submit_get(self, keys: list[bytes], dest: Bytes, deadline_ns: int, level: Level | int | None) -> GetJob:
+    def submit_get(
+        self,
+        keys: list[bytes],
+        dest: Bytes,
+        deadline_ns: int,
+        level: Level | int | None,
+        token: SessionToken | None = None,
+    ) -> GetJob:
         """Enqueues a load; one that finds no room is returned done, all misses with QUOTA."""
-        job = GetJob(keys, dest, deadline_ns, level)
+        job = GetJob(keys, dest, deadline_ns, level, token)
         with self._changed:
             if not self._closed and len(self._gets) < JOBS_MAX:
                 self._gets.append(job)
@@ -181,10 +201,10 @@ class JobQueue:
     def _save(self, batch: list[PutJob]) -> None:
         items = [item for job in batch for item in job.items]
         views = [view for job in batch for view in job.views]
-        level, min_copies = batch[0].terms
+        level, min_copies, token = batch[0].terms
         outcomes = [UNKNOWN] * len(items)
         try:
-            outcomes = self._put(items, views, level, batch[0].deadline_ns, min_copies)
+            outcomes = self._put(items, views, level, batch[0].deadline_ns, min_copies, token)
         finally:  # whatever went wrong, nobody waits for ever
             start = 0
             for job in batch:
@@ -213,7 +233,7 @@ class JobQueue:
                 job = self._gets.popleft()
             result = job.miss(MissReason.UNREACHABLE)
             try:
-                result = self._get(job.keys, job.dest, job.deadline_ns, job.level)
+                result = self._get(job.keys, job.dest, job.deadline_ns, job.level, job.token)
             finally:
                 self._finish(job, result)
 

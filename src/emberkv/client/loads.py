@@ -4,7 +4,8 @@ Why it exists: a load must end by its deadline with what arrived intact, and cos
 its interpreter lock: request, answer, one copy, unpin.
 Laws: a get never raises for a missing or unreachable block; each key ends as a hit or with a reason. A pinned block is
 believed only if the connection that guards it was still whole when the copy had ended. Over TCP every block is checked
-against its checksum on arrival; a bad one is asked for elsewhere, else it is a miss.
+against its checksum on arrival; a bad one is asked for elsewhere, else it is a miss. With a session's floors, a copy
+below its floor is no hit, and a node that is behind or reaches nobody does not have the last word.
 Limits: TRIES_MAX nodes per key and call; a round pins at most what the node allows.
 """
 
@@ -21,15 +22,20 @@ from emberkv.client.sinks import Pick, Sink
 from emberkv.errors import EmberError, ProtocolError
 from emberkv.messages import BlockInfo, GetFlag, GetReply, GetRequest, Unpin
 from emberkv.net import LinkTimeout, now_ns
-from emberkv.types import BATCH_KEYS_MAX, NO_VERSION, MissReason, Version, round_up
+from emberkv.types import BATCH_KEYS_MAX, NO_VERSION, Level, MissReason, Version, round_up
 from emberkv.wire.codec import get_reply_bytes
 
 TRIES_MAX: Final = 3
 """The factor of most namespaces and one more: beyond it a miss is cheaper than another wait."""
 
 REASONS: Final = tuple(MissReason)
-ASK_AGAIN: Final = frozenset((MissReason.UNREACHABLE, MissReason.CHECKSUM, MissReason.QUOTA))
-"""Not a node's last word: nobody answered, the bytes were bad, or the pin bound was reached."""
+PIN: Final = int(GetFlag.PIN)
+FLOORS: Final = int(GetFlag.FLOORS)
+ELSEWHERE: Final = frozenset((int(MissReason.BEHIND), int(MissReason.UNREACHABLE)))
+"""What a session asks another node about: this one lacks what the session has seen, or was cut off from those who have
+it, and the client may still reach them."""
+ASK_AGAIN: Final = frozenset((MissReason.UNREACHABLE, MissReason.CHECKSUM, MissReason.QUOTA, MissReason.BEHIND))
+"""Not the last word: nobody answered, the bytes were bad, the pin bound was reached, or another node was behind."""
 
 
 class LoadResult(NamedTuple):
@@ -45,15 +51,32 @@ class LoadResult(NamedTuple):
     gil_returns: int
 
 
+def miss_reason(number: int) -> MissReason:
+    """The reason that a node stated for a miss. Raises ProtocolError for the one that is meant for nodes."""
+    if number == MissReason.CURRENT:
+        raise ProtocolError("the node answered like to another node, without the bytes")
+    return REASONS[number]
+
+
 class Load:
     """One get call. `reasons` and `versions` are per key; the bytes are in the sink."""
 
-    def __init__(self, pool: Pool, keys: Sequence[bytes], sink: Sink, deadline_ns: int, level: int) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        keys: Sequence[bytes],
+        sink: Sink,
+        deadline_ns: int,
+        level: int,
+        floors: Sequence[Version] = (),
+    ) -> None:
+        """`floors`: one per key, or empty."""
         self.pool = pool
         self.keys = keys
         self.sink = sink
         self.deadline_ns = deadline_ns
         self.level = level
+        self.floors = floors
         self.reasons = [MissReason.UNREACHABLE] * len(keys)
         self.versions: list[Version] = [NO_VERSION] * len(keys)
         self.gil_returns = 0
@@ -74,7 +97,8 @@ class Load:
             pending = self._near(nodes[0], pending) if nodes[0].endpoint.local else self._far(nodes, pending)
         if pending and passed(self.deadline_ns):
             for index in pending:
-                self.reasons[index] = MissReason.DEADLINE
+                if self.reasons[index] is not MissReason.BEHIND:
+                    self.reasons[index] = MissReason.DEADLINE
 
     def _candidates(self) -> list[Node]:
         nodes = [node for node in self.pool.candidates() if node.endpoint not in self._tried]
@@ -101,7 +125,11 @@ class Load:
 
     def _request(self, indices: Sequence[int], flags: int) -> GetRequest:
         keys = [self.keys[index] for index in indices]
-        return GetRequest(keys, node_deadline_ms(self.deadline_ns), self.level, flags)
+        request = GetRequest(keys, node_deadline_ms(self.deadline_ns), self.level, flags)
+        if self.floors:
+            request.flags |= FLOORS
+            request.floors = [self.floors[index] for index in indices]
+        return request
 
     def _sort(self, indices: Sequence[int], infos: Sequence[BlockInfo]) -> list[Pick]:
         """Notes the reasons of an answer and returns its hits."""
@@ -111,7 +139,7 @@ class Load:
         for index, info in zip(indices, infos, strict=True):
             reason = info.reason
             if reason:
-                self.reasons[index] = REASONS[reason]
+                self.reasons[index] = miss_reason(reason)
                 self.versions[index] = info.version
             else:
                 picks.append((index, info))
@@ -125,6 +153,15 @@ class Load:
         for index, info in picks:
             self.reasons[index] = MissReason.NONE
             self.versions[index] = info.version
+
+    def _behind(self, node: Node, indices: Iterable[int]) -> list[int]:
+        """Of what a node answered in full, the indices that a session asks another node about."""
+        if self.level != Level.SESSION and not self.floors:
+            return []
+        found = [index for index in indices if self.reasons[index] in ELSEWHERE]
+        if found:
+            self._tried.add(node.endpoint)
+        return found
 
     # -- near: pin, one copy, unpin -----------------------------------------------------------------------------------
 
@@ -145,16 +182,19 @@ class Load:
         except EmberError as error:
             self.gil_returns += connection.link.calls - calls
             self._lost(node, connection, error)
-            return self._open(index for batch in batches for index in batch)
+            left = self._open(index for batch in batches for index in batch)
+            return sorted({*left, *self._behind(node, indices)})
         self.gil_returns += connection.link.calls - calls
         self.pool.give(node, connection)
-        return [index for batch in batches for index in batch]
+        left = [index for batch in batches for index in batch]
+        behind = self._behind(node, indices)
+        return sorted({*left, *behind}) if behind else left
 
     def _near_batch(self, node: Node, connection: Connection, indices: list[int]) -> list[int]:
         """One round; returns what exceeded the pin bound and is to be asked for again, now that pins are back."""
         if connection.arena is None:
             raise ProtocolError(f"{node.endpoint} sent no arena")
-        request_id = connection.send(self._request(indices, GetFlag.PIN), self.deadline_ns)
+        request_id = connection.send(self._request(indices, PIN), self.deadline_ns)
         reply = await_reply(self.pool, node, connection, GetReply, request_id, self.deadline_ns)
         picks = self._sort(indices, reply.infos)
         good, size = picks, self.sink.block_bytes
@@ -251,7 +291,7 @@ class Load:
         return again
 
     def _far_batch(self, node: Node, connection: Connection, request_id: int, indices: list[int]) -> list[int]:
-        """One answer with its payload; returns the indices whose bytes were bad."""
+        """One answer with its payload; returns the indices to ask elsewhere."""
         reply_bytes = get_reply_bytes(len(indices))
         reply = await_reply(self.pool, node, connection, GetReply, request_id, self.deadline_ns, reply_bytes)
         picks = self._sort(indices, reply.infos)
@@ -272,7 +312,7 @@ class Load:
             raise LinkTimeout(f"{node.endpoint} stopped in the middle of an answer")
         if bad:
             self._tried.add(node.endpoint)
-        return bad
+        return bad + self._behind(node, indices)
 
     def _take(
         self, node: Node, connection: Connection, picks: list[Pick], buffers: list[memoryview]

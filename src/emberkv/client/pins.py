@@ -13,22 +13,30 @@ from types import TracebackType
 
 from emberkv.client.asking import await_reply, node_deadline_ms, passed
 from emberkv.client.connection import Connection
+from emberkv.client.loads import FLOORS, miss_reason
 from emberkv.client.pool import PIN, Node, Pool
 from emberkv.errors import EmberError, ProtocolError
 from emberkv.messages import GetFlag, GetReply, GetRequest, Unpin
-from emberkv.types import MissReason
+from emberkv.types import NO_VERSION, MissReason, Version
 
-REASONS = tuple(MissReason)
+PIN_FLAG = int(GetFlag.PIN)
 
 
 class Pinned:
-    """Pinned blocks: `views[i]` is a read-only view of the i-th block, or None with a reason. A context manager."""
+    """Pinned blocks: `views[i]` is a read-only view of the i-th block, or None with a reason; `versions[i]` is its
+    version, or that of the tombstone (DELETED). A context manager."""
 
     def __init__(
-        self, connection: Connection | None, pin: int, views: list[memoryview | None], reasons: list[MissReason]
+        self,
+        connection: Connection | None,
+        pin: int,
+        views: list[memoryview | None],
+        reasons: list[MissReason],
+        versions: list[Version],
     ) -> None:
         self.views = views
         self.reasons = reasons
+        self.versions = versions
         self._connection = connection
         self._pin = pin
         self._whole = True
@@ -65,31 +73,39 @@ class Pinned:
         self.unpin()
 
 
-def pin_blocks(pool: Pool, keys: Sequence[bytes], deadline_ns: int, level: int) -> Pinned:
+def pin_blocks(
+    pool: Pool, keys: Sequence[bytes], deadline_ns: int, level: int, floors: Sequence[Version] = ()
+) -> Pinned:
     """Pins what the near node has of `keys` (at most 128). Never raises for a missing block or node."""
     nodes = [node for node in pool.candidates() if node.endpoint.local]
+    request = GetRequest(list(keys), 1, level, PIN_FLAG | FLOORS if floors else PIN_FLAG, 0, list(floors))
     for node in nodes[:2]:
         try:
             connection = pool.lend(node, PIN, deadline_ns)
         except EmberError:
             continue
         try:
-            pinned = _ask(pool, node, connection, keys, deadline_ns, level)
+            request.deadline_ms = node_deadline_ms(deadline_ns)
+            pinned = _ask(pool, node, connection, request, deadline_ns)
         except EmberError as error:
             pool.drop(node, connection, error)
             continue
         pool.give(node, connection)
         return pinned
     reason = MissReason.DEADLINE if passed(deadline_ns) else MissReason.UNREACHABLE
-    return Pinned(None, 0, [None] * len(keys), [reason] * len(keys))
+    return not_pinned(len(keys), reason)
 
 
-def _ask(pool: Pool, node: Node, connection: Connection, keys: Sequence[bytes], deadline_ns: int, level: int) -> Pinned:
-    request = GetRequest(list(keys), node_deadline_ms(deadline_ns), level, GetFlag.PIN)
+def not_pinned(count: int, reason: MissReason) -> Pinned:
+    """The result when nobody could be asked for any of `count` keys."""
+    return Pinned(None, 0, [None] * count, [reason] * count, [NO_VERSION] * count)
+
+
+def _ask(pool: Pool, node: Node, connection: Connection, request: GetRequest, deadline_ns: int) -> Pinned:
     request_id = connection.send(request, deadline_ns)
     reply = await_reply(pool, node, connection, GetReply, request_id, deadline_ns)
-    if connection.arena is None or len(reply.infos) != len(keys):
-        raise ProtocolError(f"{node.endpoint} answered {len(reply.infos)} of {len(keys)} keys")
+    if connection.arena is None or len(reply.infos) != len(request.keys):
+        raise ProtocolError(f"{node.endpoint} answered {len(reply.infos)} of {len(request.keys)} keys")
     arena = connection.arena.view
     size = len(arena)
     views: list[memoryview | None] = []
@@ -101,4 +117,5 @@ def _ask(pool: Pool, node: Node, connection: Connection, keys: Sequence[bytes], 
         if end > size:
             raise ProtocolError("the node named a block outside its arena")
         views.append(arena[info.offset : end])
-    return Pinned(connection, reply.pin, views, [REASONS[info.reason] for info in reply.infos])
+    reasons = [miss_reason(info.reason) for info in reply.infos]
+    return Pinned(connection, reply.pin, views, reasons, [info.version for info in reply.infos])

@@ -107,6 +107,8 @@ class Pool:
     ) -> None:
         self.given = endpoints
         self.cluster: MapReply | None = None
+        self._welcome: Welcome | None = None
+        """Outlives a fork: what the namespace is does not depend on who asks."""
         self._make_hello = make_hello
         self._counters = counters
         self._connect_timeout_ms = connect_timeout_ms
@@ -178,11 +180,8 @@ class Pool:
             return list(self._nodes)
 
     def welcome(self) -> Welcome | None:
-        """What the best node that ever answered said; None before that."""
-        for node in self._nodes:  # without the lock, as in `candidates`
-            if node.welcome is not None:
-                return node.welcome
-        return None
+        """What the node that was dialled last said of the cluster and the namespace; None before any answered."""
+        return self._welcome
 
     # -- lending ------------------------------------------------------------------------------------------------------
 
@@ -235,7 +234,7 @@ class Pool:
             before = node.welcome
             if before is not None and (node.failures or before.incarnation != connection.welcome.incarnation):
                 self._counters.add("reconnects")
-            node.welcome = connection.welcome
+            node.welcome = self._welcome = connection.welcome
             node.name = connection.welcome.node
             node.arena = connection.arena or node.arena
             node.failures, node.reason = 0, ""

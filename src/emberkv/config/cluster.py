@@ -1,73 +1,39 @@
 """What all nodes of a cluster must agree on; its digest is compared when a node joins.
 
 Laws: a value that stands here is valid, alone and together with the others: the constructor refuses anything else with
-one line that begins with the name of the key. Paths are absolute. The order of members means nothing.
+one line that begins with the name of the key. Paths are absolute. The order of members means nothing. Namespaces are
+only proposals for the first start: afterwards their records at the coordinator are the truth (node/namespaces.py).
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import re
 from pathlib import Path
 from typing import Final, Literal
 
 import msgspec
 
-from emberkv.core.budget import Budget, parse_duration_ms, plan
+from emberkv.config.namespace import NAMESPACES_MAX, NamespaceConfig, check_range, check_token
+from emberkv.core.budget import Budget, Costs, Timers, check_costs, parse_duration_ms, plan
 from emberkv.errors import ConfigError
-from emberkv.types import BLOCK_BYTES_MAX, Level, Namespace
+from emberkv.types import Namespace
 
-TOKEN_CHARS_MAX: Final = 64
 MEMBERS_MAX: Final = 128
 """One takeover transaction and one status table must stay readable; larger clusters are not tested."""
-NAMESPACES_MAX: Final = 1024
-PARTS_MAX: Final = 64
-
-_TOKEN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-
-
-def check_token(key: str, value: str) -> None:
-    """Names end up in file names, metric labels and coordinator keys, so only plain characters are let in."""
-    if not _TOKEN.fullmatch(value) or len(value) > TOKEN_CHARS_MAX:
-        raise ConfigError(
-            f"{key}: {value!r} is not a name: use 1 to {TOKEN_CHARS_MAX} letters, digits, '.', '_' and '-', "
-            "beginning with a letter or digit"
-        )
-
-
-def check_range(key: str, value: int, low: int, high: int) -> None:
-    """Bounds of a number, both included."""
-    if not low <= value <= high:
-        raise ConfigError(f"{key}: {value} is not between {low} and {high}")
+RETENTION_MS_MAX: Final = 30 * 86_400_000
+"""A tombstone takes about 750 bytes; a month of deletes is more than their bound keeps anyway."""
+STRONG_BYTES_MIN: Final = 256 << 20
+"""The store keeps its last 128 to 192 changes beside the records: 96 MiB, if each is as large as it may be."""
+DURATIONS: Final = ("failover_budget", "ttl", "heartbeat", "margin", "tombstone_retention", "hint_age_max")
+"""Keys that are times: text such as 3s or 15m, or a number of seconds."""
+_TIMERS: Final = ("ttl", "heartbeat", "margin")
 
 
 def state_home() -> Path:
     """Where durable state goes when nobody says: $XDG_STATE_HOME/emberkv, else ~/.local/state/emberkv."""
     base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     return Path(base).expanduser() / "emberkv"
-
-
-class NamespaceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One `[[cluster.namespaces]]` table: geometry and policy, fixed at creation (design 8)."""
-
-    name: str
-    level: Literal["eventual", "session", "strong"] = "eventual"
-    verify: Literal["pin", "entry"] = "pin"
-    """`pin`: checksum again before each answer; `entry`: only when bytes enter the node's memory."""
-    min_copies: int = 1
-    block_bytes_max: int = BLOCK_BYTES_MAX
-    parts: int = 1
-
-    def __post_init__(self) -> None:
-        check_token("name", self.name)
-        if self.level == "strong":
-            raise ConfigError(f"level: namespace {self.name!r} asks for strong, which this version does not serve yet")
-        if self.parts != 1:
-            raise ConfigError(f"parts: namespace {self.name!r} asks for {self.parts}, this version serves 1")
-        check_range("min_copies", self.min_copies, 1, MEMBERS_MAX)
-        check_range("block_bytes_max", self.block_bytes_max, 1, BLOCK_BYTES_MAX)
-        check_range("parts", self.parts, 1, PARTS_MAX)
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -77,9 +43,23 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     members: list[str]
     failover_budget: str = "3s"
     """Longest outage of session puts after a primary is lost; every timer follows from it (core/budget.py)."""
+    costs: Costs = Costs()
+    """What was measured of this environment, where the defaults of the budget do not hold."""
+    ttl: str = ""
+    """Lease time; empty: what the budget gives. Stated or not, it is checked against the budget and the health line."""
+    heartbeat: str = ""
+    """Renewal period; empty: a third of the ttl."""
+    margin: str = ""
+    """How long before its end a lease is not used any more; empty: max(50 ms, three times the loop's lateness)."""
+    tombstone_retention: str = "1h"
+    """How long a delete is remembered."""
+    hint_age_max: str = "15m"
+    """How long a put may wait for its primary; shorter than tombstone_retention, or it could undo a delete."""
     factor: int = 2
     """Replicas of each shard."""
     namespaces: list[NamespaceConfig] = msgspec.field(default_factory=lambda: [NamespaceConfig(name="default")])
+    strong_bytes_max: int = 1 << 30
+    """Most disk that the records of strong namespaces may take, for the whole cluster."""
     coordinator: Literal["embedded"] = "embedded"
     control_dir: str = ""
     """Memory-backed directory of control.db; empty: /dev/shm/emberkv-<cluster_id>."""
@@ -92,27 +72,57 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         for name in self.members:
             check_token("members", name)
         _check_unique("members", self.members)
-        check_range("namespaces", len(self.namespaces), 1, NAMESPACES_MAX)
+        check_range("namespaces", len(self.namespaces), 0, NAMESPACES_MAX)
         _check_unique("namespaces", [namespace.name for namespace in self.namespaces])
+        check_range("strong_bytes_max", self.strong_bytes_max, STRONG_BYTES_MIN, 1 << 40)
         if self.factor < 1 or self.factor > len(self.members):
             raise ConfigError(f"factor: {self.factor} replicas need 1 to {len(self.members)} of the members listed")
         for namespace in self.namespaces:
-            if namespace.min_copies > self.factor:
-                raise ConfigError(
-                    f"min_copies: {namespace.min_copies} copies asked by namespace {namespace.name!r}, but factor is "
-                    f"{self.factor}: lower min_copies or raise factor"
-                )
+            namespace.namespace(self.factor)
         for key, path in (("control_dir", self.control_dir), ("data_dir", self.data_dir)):
             if path and not os.path.isabs(path):
                 raise ConfigError(f"{key}: {path!r} is not an absolute path")
+        check_costs(self.costs)
+        self._check_times()
+
+    def _check_times(self) -> None:
+        for key in DURATIONS:
+            if getattr(self, key) and key in _TIMERS and not 0 < self.duration_ms(key) < float("inf"):
+                raise ConfigError(f"{key}: {getattr(self, key)!r} is not a time above 0")
+            self.duration_ms(key)
         try:
             self.budget()
         except ConfigError as error:
-            raise ConfigError(f"failover_budget: {error}") from None
+            raise ConfigError(f"{self._blamed(str(error))}: {error}") from None
+        for key in ("tombstone_retention", "hint_age_max"):
+            if not 1000 <= self.duration_ms(key) <= RETENTION_MS_MAX:
+                raise ConfigError(f"{key}: {getattr(self, key)!r} is not between 1s and 30 days")
+        if self.duration_ms("hint_age_max") >= self.duration_ms("tombstone_retention"):
+            raise ConfigError(
+                f"hint_age_max: {self.hint_age_max} is not shorter than tombstone_retention "
+                f"{self.tombstone_retention}: a put that waited longer than a delete is remembered would undo it"
+            )
+
+    def _blamed(self, text: str) -> str:
+        """The key whose value a refusal of the budget's arithmetic is about."""
+        first = text.partition(" ")[0]
+        if first in _TIMERS:
+            return first
+        stated = [key for key in _TIMERS if getattr(self, key)]
+        return stated[0] if stated and text.startswith("a healthy node") else "failover_budget"
+
+    def duration_ms(self, key: str) -> float:
+        """A time of this table in milliseconds; 0 when it is not stated. Raises ConfigError that names the key."""
+        text: str = getattr(self, key)
+        try:
+            return parse_duration_ms(text) if text else 0.0
+        except ConfigError as error:
+            raise ConfigError(f"{key}: {error}") from None
 
     def budget(self) -> Budget:
-        """All timers that follow from `failover_budget`."""
-        return plan(parse_duration_ms(self.failover_budget))
+        """All timers that follow from `failover_budget`, with those that are stated instead."""
+        timers = Timers(self.duration_ms("ttl"), self.duration_ms("heartbeat"), self.duration_ms("margin"))
+        return plan(self.duration_ms("failover_budget"), self.costs, timers)
 
     @property
     def control_path(self) -> Path:
@@ -126,29 +136,17 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     def namespace_list(self) -> list[Namespace]:
         """The namespaces as the wire and the core know them; ids count from 1 in the order of the file."""
-        return [
-            Namespace(
-                name=item.name,
-                id=index,
-                level=int(Level[item.level.upper()]),
-                factor=self.factor,
-                min_copies=item.min_copies,
-                verify_pin=item.verify == "pin",
-                parts=item.parts,
-                block_bytes_max=item.block_bytes_max,
-            )
-            for index, item in enumerate(self.namespaces, start=1)
-        ]
+        return [item.namespace(self.factor, index) for index, item in enumerate(self.namespaces, start=1)]
 
     def digest(self) -> str:
-        """SHA-256 (hex) over all that must agree, the same however it was written down."""
-        agreed = msgspec.structs.replace(
-            self,
-            members=sorted(self.members),
-            failover_budget=f"{parse_duration_ms(self.failover_budget):g}ms",
-            control_dir=str(self.control_path),
-            data_dir=str(self.data_path),
-        )
+        """SHA-256 (hex) over all that must agree, the same however it was written down.
+
+        Without the namespaces: they change while the cluster runs, and each is compared with its own record.
+        """
+        agreed: dict[str, object] = msgspec.to_builtins(self)
+        agreed |= {key: self.duration_ms(key) for key in DURATIONS}
+        agreed |= {"namespaces": [], "members": sorted(self.members)}
+        agreed |= {"control_dir": str(self.control_path), "data_dir": str(self.data_path)}
         return hashlib.sha256(msgspec.json.encode(agreed, order="sorted")).hexdigest()
 
 

@@ -23,16 +23,20 @@ from typing import Any, Final, TypeVar, get_args
 
 import msgspec
 
-from emberkv.config.cluster import ClusterConfig, NamespaceConfig, state_home
+from emberkv.config.cluster import DURATIONS, ClusterConfig, state_home
+from emberkv.config.namespace import NamespaceConfig
 from emberkv.config.node import NodeConfig
+from emberkv.core.budget import Costs
 from emberkv.errors import ConfigError
-from emberkv.types import BLOCK_BYTES_MAX
+from emberkv.types import BLOCK_BYTES_MAX, Level
 
 ENVIRONMENT_PREFIX: Final = "EMBERKV_"
 FILE_BYTES_MAX: Final = 1 << 20
 """A configuration is a page of text; a larger file is something else."""
 
 _TABLES: Final[dict[str, type[msgspec.Struct]]] = {"cluster": ClusterConfig, "node": NodeConfig}
+_BELOW: Final[dict[str, type[msgspec.Struct]]] = {"namespaces": NamespaceConfig, "costs": Costs}
+"""Keys of [cluster] that are tables of their own."""
 _PATHS: Final = ("control_dir", "data_dir", "socket")
 _UNITS: Final = {"": 1, "B": 1} | {
     f"{letter}{suffix}": base**power
@@ -182,8 +186,8 @@ def _typed(model: type[msgspec.Struct], key: str, text: str, source: str, prefix
         known = [prefix + name.upper() for name in fields] if prefix else list(fields)
         raise ConfigError(f"{source}: unknown key{_nearest(source if prefix else key, known)}")
     kind = fields[key]
-    if key == "namespaces":
-        raise ConfigError(f"{source}: namespaces are tables; set them in the file")
+    if key in _BELOW:
+        raise ConfigError(f"{source}: {key} are tables; set them in the file")
     if kind == list[str]:
         return [part.strip() for part in text.split(",") if part.strip()]
     if key in _PATHS and text:
@@ -222,10 +226,11 @@ def _build(
         return origins.get((table, key)) or file.where(table, key)
 
     _check_keys(model, values, where)
-    namespaces = values.get("namespaces")
-    for namespace in namespaces if isinstance(namespaces, list) else []:
-        if isinstance(namespace, dict):
-            _check_keys(NamespaceConfig, namespace, where)
+    for key, below in _BELOW.items():
+        tables = values.get(key)
+        for inner in tables if isinstance(tables, list) else [tables]:
+            if isinstance(inner, dict):
+                _check_keys(below, inner, where)
     try:
         return msgspec.convert(values, model)
     except ConfigError as error:
@@ -247,7 +252,7 @@ def _check_keys(model: type[msgspec.Struct], values: dict[str, Any], where: Call
                 values[key] = parse_size(value)
             except ConfigError as error:
                 raise ConfigError(f"{where(key)}: {key}: {error}") from None
-        elif key == "failover_budget" and isinstance(value, int | float) and not isinstance(value, bool):
+        elif key in (*DURATIONS, "expiry") and isinstance(value, int | float) and not isinstance(value, bool):
             values[key] = f"{value:g}s"
     missing = [field.name for field in fields if field.required and field.name not in values]
     if missing:
@@ -264,7 +269,9 @@ def _explain(
     key = names[-1] if names else table
     if "Invalid enum value" in text:
         owner = NamespaceConfig if len(names) > 1 else model
-        choices = next((get_args(field.type) for field in msgspec.structs.fields(owner) if field.name == key), ())
+        hint = next((field.type for field in msgspec.structs.fields(owner) if field.name == key), None)
+        # A key that need not be stated is "one of these words, or None".
+        choices = [word for part in (hint, *get_args(hint)) for word in get_args(part) if isinstance(word, str)]
         text = f"{text.removeprefix('Invalid enum value ')} is not one of {', '.join(map(str, choices))}"
     return f"{where(key)}: {key}: {text[:1].lower()}{text[1:].replace('`', '')}"
 
@@ -276,7 +283,9 @@ def _check_together(cluster: ClusterConfig, node: NodeConfig, file: _File) -> No
             f"{file.where('node', 'name')}: name: {node.name!r} is not among the members "
             f"{', '.join(cluster.members)}{_nearest(node.name, cluster.members).partition('; known')[0]}"
         )
-    largest = max(namespace.block_bytes_max for namespace in cluster.namespaces)
+    # Strong records never lie in the arena.
+    blocks = [space for space in cluster.namespace_list() if space.level != Level.STRONG]
+    largest = max((namespace.block_bytes_max for namespace in blocks), default=BLOCK_BYTES_MAX)
     for key in ("arena_bytes", "staging_bytes"):
         # A limit that is only the format's own says nothing about the blocks to come.
         if largest < BLOCK_BYTES_MAX and getattr(node, key) < largest:
@@ -294,7 +303,9 @@ def _check_together(cluster: ClusterConfig, node: NodeConfig, file: _File) -> No
 def dump(cluster: ClusterConfig, node: NodeConfig) -> str:
     """The TOML text that `load` turns into these structs again."""
     lines = ["# Written by emberkv; `emberkv node --config THIS_FILE` starts the node.", "[cluster]"]
-    lines += _assignments(cluster, skip=("namespaces",))
+    lines += _assignments(cluster, skip=tuple(_BELOW))
+    if cluster.costs != Costs():
+        lines += ["", "[cluster.costs]", *_assignments(cluster.costs)]
     for namespace in cluster.namespaces:
         lines += ["", "[[cluster.namespaces]]", *_assignments(namespace)]
     lines += ["", "[node]", *_assignments(node)]
@@ -323,5 +334,5 @@ def _assignments(config: msgspec.Struct, skip: tuple[str, ...] = ()) -> list[str
     return [
         f"{field.name} = {msgspec.json.encode(getattr(config, field.name)).decode()}"
         for field in msgspec.structs.fields(config)
-        if field.name not in skip and getattr(config, field.name) != ""
+        if field.name not in skip and getattr(config, field.name) not in ("", None)
     ]

@@ -12,7 +12,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from emberkv.config.cluster import check_range, check_token
+from emberkv.config.namespace import check_range, check_token
 from emberkv.errors import ConfigError
 from emberkv.types import BLOCK_BYTES_MAX, SLOT_ALIGN
 

@@ -3,7 +3,8 @@
 Laws:
   - `control.db` (hb, live, own) lives in memory-backed storage with synchronous=OFF: no fsync, and so no busy disk,
     stands between a dead primary and its successor. What makes that safe is the generation: whenever the file is
-    made anew, a number on the data disk is raised and fsynced first, and it is the high part of every epoch.
+    made anew, a number on the data disk is raised and fsynced first, and it is the high part of every epoch. What an
+    operator decided (ns/) is written to the data disk as well (kept.py) and put back into a control.db that is new.
   - `strong.db` holds `strong` namespaces on the data disk with full sync, and is never on the failover path.
   - A commit is ONE SQL statement: triggers (sqlite_file.py) compare, write, log and compact. The write lock is held
     while SQLite runs and for one return to the interpreter, not for one per key, so a busy thread cannot stretch it.
@@ -29,9 +30,10 @@ from typing import Any, Final
 
 import msgspec
 
-from emberkv.coord import sqlite_file
+from emberkv.coord import kept, sqlite_file
+from emberkv.coord.kept import KEPT_PREFIX
 from emberkv.coord.sqlite_file import Meta, SqliteFile, until
-from emberkv.errors import CoordinatorError, NotOurs
+from emberkv.errors import CoordinatorError, NotOurs, StoreFull
 from emberkv.ports import (
     COMMIT_OPERATIONS_MAX,
     CommitResult,
@@ -47,10 +49,11 @@ from emberkv.types import EPOCH_GENERATION_SHIFT, EPOCH_MAX
 KEY_CHARS_MAX: Final = 512
 CONTROL_VALUE_BYTES_MAX: Final = 64 << 10
 """Control records are about 1 KiB; with EVENTS_KEPT this bounds the log's memory."""
-STRONG_VALUE_BYTES_MAX: Final = 512 << 10
-"""The largest record of a `strong` namespace (design 2)."""
+STRONG_VALUE_BYTES_MAX: Final = (512 << 10) + 64
+"""The largest record of a `strong` namespace (design 2), and the header that its node puts before it."""
 EVENTS_KEPT: Final = 4096
 """Changes that a watcher may lag behind before it must list again: minutes of heartbeats of ten nodes."""
+STRONG_BYTES_MAX: Final = 1 << 30
 STRONG_EVENTS_KEPT: Final = COMMIT_OPERATIONS_MAX
 """Nobody watches strong.db, so it keeps the fewest that a commit may write."""
 OPEN_DEADLINE_MS: Final = 5_000
@@ -63,6 +66,10 @@ _COMMIT: Final = (
     "INSERT INTO commits (compares, writes, payload) VALUES (?, ?, ?) RETURNING (SELECT revision FROM store)"
 )
 _GET: Final = "SELECT key, value, revision FROM records WHERE key = ?"
+_USED_BYTES: Final = """
+SELECT (count.page_count - free.freelist_count) * size.page_size
+    FROM pragma_page_count AS count, pragma_freelist_count AS free, pragma_page_size AS size"""
+_KEYS: Final = "SELECT key FROM records WHERE key >= ? AND key < ? ORDER BY key"
 # A header row, then the rest, in one statement: one statement sees one snapshot.
 _LIST: Final = """
 SELECT '' AS key, x'' AS value, revision FROM store
@@ -85,10 +92,12 @@ class _Identity(msgspec.Struct, frozen=True):
 class SqliteCoordinator:
     """`ports.Coordinator` for the nodes of one machine. Any thread may call; a watch does not hold up a commit."""
 
-    def __init__(self, file: SqliteFile, generation: int, poll_ms: int) -> None:
+    def __init__(self, file: SqliteFile, generation: int, poll_ms: int, data_dir: Path, cluster_id: str) -> None:
         self._file = file
         self._generation = generation
         self._poll_s = poll_ms / 1000
+        self._data_dir = data_dir
+        self._cluster_id = cluster_id
 
     @classmethod
     def open(
@@ -123,7 +132,10 @@ class SqliteCoordinator:
                     sqlite_file.create(path, meta, events_kept=events_kept)
                 elif meta.generation > identity.generation:  # the data directory was emptied or restored
                     _save_identity(data_dir, identity, generation=meta.generation)
-                return cls(SqliteFile(path, meta.store_id, full_sync=False), meta.generation, poll_ms)
+                file = SqliteFile(path, meta.store_id, full_sync=False)
+                opened = cls(file, meta.generation, poll_ms, data_dir, cluster_id)
+                opened._restore_kept(deadline)
+                return opened
         except (OSError, sqlite3.Error) as error:
             raise CoordinatorError(f"the coordinator's {path} cannot be opened: {error}") from error
 
@@ -146,7 +158,34 @@ class SqliteCoordinator:
         that nothing was written, ValueError for more than COMMIT_OPERATIONS_MAX compares or writes, a repeated
         key among the writes, or a key or value that the store does not take.
         """
-        return _commit(self._file, compares, writes, CONTROL_VALUE_BYTES_MAX, deadline_ms)
+        result = _commit(self._file, compares, writes, CONTROL_VALUE_BYTES_MAX, deadline_ms)
+        if result.status is CommitStatus.COMMITTED and any(write.key.startswith(KEPT_PREFIX) for write in writes):
+            try:
+                with sqlite_file.creation_lock(self._data_dir, until(deadline_ms)):
+                    self._keep(until(deadline_ms))
+            except (OSError, CoordinatorError):
+                # Written, but the next boot may not know of it: nobody may rely on that.
+                return CommitResult(CommitStatus.UNKNOWN)
+        return result
+
+    def _keep(self, deadline: float) -> None:
+        """Writes all kept records to the data disk; listed under the lock, so an older list never replaces a newer."""
+        kept.save(self._data_dir, self._cluster_id, self._kept_records(deadline))
+
+    def _kept_records(self, deadline: float) -> dict[str, bytes]:
+        left_ms = max(1, int((deadline - time.monotonic()) * 1000))
+        return {record.key: record.value for record in self.list(KEPT_PREFIX, deadline_ms=left_ms).records}
+
+    def _restore_kept(self, deadline: float) -> None:
+        """Puts back what a control.db of an earlier life held, and keeps what a process that died did not get to."""
+        known, here = kept.load(self._data_dir, self._cluster_id), self._kept_records(deadline)
+        lost = [Write(key, value) for key, value in known.items() if key not in here]
+        for first in range(0, len(lost), COMMIT_OPERATIONS_MAX):
+            writes = lost[first : first + COMMIT_OPERATIONS_MAX]
+            compares = [Compare(write.key, 0) for write in writes]
+            _commit(self._file, compares, writes, CONTROL_VALUE_BYTES_MAX, OPEN_DEADLINE_MS)
+        if here and here != known:
+            self._keep(deadline)
 
     def watch(self, prefixes: Sequence[str], from_revision: int, *, deadline_ms: int) -> WatchBatch:
         """Changes under any prefix with revision >= `from_revision`, waiting for the first one until the deadline.
@@ -192,10 +231,12 @@ class SqliteCoordinator:
 class StrongStore:
     """Records of `strong` namespaces on one machine: linearizable, and on the disk before a call returns.
 
-    An UNKNOWN outcome is resolved by reading back. A call may outlast its deadline by one fsync of a busy disk.
+    An UNKNOWN outcome is resolved by reading back. A call may outlast its deadline by one fsync of a busy disk. The
+    file stops growing at about `bytes_max`: then records can be read and deleted, and puts raise StoreFull.
     """
 
-    def __init__(self, data_dir: Path, cluster_id: str) -> None:
+    def __init__(self, data_dir: Path, cluster_id: str, bytes_max: int = STRONG_BYTES_MAX) -> None:
+        self._bytes_max = bytes_max
         self._data_dir = data_dir
         self._cluster_id = cluster_id
         self._lock = threading.Lock()
@@ -206,13 +247,28 @@ class StrongStore:
         """The key's record, or None. Raises CoordinatorError."""
         return _get(self._file(deadline_ms), key, deadline_ms)
 
-    def put_if(self, key: str, value: bytes, revision: int, *, deadline_ms: int) -> CommitResult:
-        """Stores up to 512 KiB if the key's revision is still `revision` (0: absent). Raises CoordinatorError."""
+    def put_if(self, key: str, value: bytes, revision: int | None, *, deadline_ms: int) -> CommitResult:
+        """Stores a record if the key's revision is still `revision` (0: absent; None: whatever it is). Raises
+        CoordinatorError when it is known that nothing was written."""
         return self._replace(key, value, revision, deadline_ms)
 
-    def delete(self, key: str, revision: int, *, deadline_ms: int) -> CommitResult:
-        """Deletes the key if its revision is still `revision`. Raises CoordinatorError."""
+    def delete(self, key: str, revision: int | None, *, deadline_ms: int) -> CommitResult:
+        """Deletes the key if its revision is still `revision` (None: whatever it is). Raises as `put_if`."""
         return self._replace(key, None, revision, deadline_ms)
+
+    def clear(self, prefix: str, *, deadline_ms: int) -> int:
+        """Deletes all records whose key starts with `prefix`, until the deadline; returns how many are left. Raises
+        CoordinatorError. A store that was never made is not made for this."""
+        if not (self._data_dir / "strong.db").exists():
+            return 0
+        deadline, file = until(deadline_ms), self._file(deadline_ms)
+        bounds = (prefix, prefix + _LAST_CHARACTER)
+        while True:
+            rows = file.call(lambda connection: connection.execute(_KEYS, bounds).fetchall(), deadline)
+            if not rows or time.monotonic() >= deadline:
+                return len(rows)
+            writes = [Write(key, None) for (key,) in rows[:COMMIT_OPERATIONS_MAX]]
+            _commit(file, [], writes, STRONG_VALUE_BYTES_MAX, deadline_ms)
 
     def close(self) -> None:
         """Idempotent; later calls raise CoordinatorError."""
@@ -221,9 +277,14 @@ class StrongStore:
             if self._opened is not None:
                 self._opened.close()
 
-    def _replace(self, key: str, value: bytes | None, revision: int, deadline_ms: int) -> CommitResult:
-        compares, writes = [Compare(key, revision)], [Write(key, value)]
-        return _commit(self._file(deadline_ms), compares, writes, STRONG_VALUE_BYTES_MAX, deadline_ms)
+    def _replace(self, key: str, value: bytes | None, revision: int | None, deadline_ms: int) -> CommitResult:
+        compares = [] if revision is None else [Compare(key, revision)]
+        file = self._file(deadline_ms)
+        if value is not None:
+            (used,) = file.call(lambda connection: connection.execute(_USED_BYTES).fetchone(), until(deadline_ms))
+            if used + len(value) > self._bytes_max:
+                raise StoreFull(f"{file.path} has reached its size of {self._bytes_max} bytes: delete records")
+        return _commit(file, compares, [Write(key, value)], STRONG_VALUE_BYTES_MAX, deadline_ms)
 
     def _file(self, deadline_ms: int) -> SqliteFile:
         # Made by the first call, so that a cluster without strong namespaces never pays for one.

@@ -6,6 +6,7 @@
     m = max(50, 3j)
 
 T = lease ttl, d = clock-rate drift, w = watch, c = coordinator commit, j = loop lateness (both p99.9), m = margin.
+An operator may state ttl, heartbeat or margin instead (Timers); the same lines are then checked, never assumed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from emberkv.errors import ConfigError
 from emberkv.types import SHARDS
 
 MARGIN_FLOOR_MS = 50.0
+BUDGET_MS_MAX = 3_600_000
+ROUNDING_MS = 1e-6
+"""A budget that is exactly the smallest one must pass its own check."""
 
 
 class Costs(msgspec.Struct, frozen=True):
@@ -31,6 +35,14 @@ class Costs(msgspec.Struct, frozen=True):
     backoff_ms: float = 50.0
     coordinator_election_ms: float = 0.0
     """Longest time without a coordinator leader; 0 for the embedded one, which has none."""
+
+
+class Timers(msgspec.Struct, frozen=True):
+    """Timers that an operator states instead of having them derived, in milliseconds; 0: derived."""
+
+    ttl_ms: float = 0.0
+    heartbeat_ms: float = 0.0
+    margin_ms: float = 0.0
 
 
 class Budget(msgspec.Struct, frozen=True):
@@ -89,10 +101,55 @@ def smallest_budget_ms(costs: Costs) -> float:
     return smallest_ttl_ms(costs) * (1 + costs.drift) / (1 - costs.drift) + fixed_ms(costs)
 
 
-def plan(budget_ms: float, costs: Costs | None = None) -> Budget:
-    """All timers of a budget. Raises ConfigError naming the smallest feasible one when it is infeasible."""
-    costs = costs or Costs()
-    if not math.isfinite(budget_ms) or budget_ms <= 0 or budget_ms > 3_600_000:
+def check_costs(costs: Costs) -> None:
+    """Raises ConfigError, beginning with the field's name, for a cost that no environment has."""
+    for name in costs.__struct_fields__:
+        value = getattr(costs, name)
+        if not math.isfinite(value) or value < 0:
+            raise ConfigError(f"{name}: {value:g} is not a positive number")
+    if costs.drift >= 1 / 3:
+        raise ConfigError(f"drift: {costs.drift:g} leaves no room for any lease: it must be far below 1/3")
+
+
+def check_health(costs: Costs, ttl_ms: float, heartbeat_ms: float, kept_ms: float) -> None:
+    """The inequality that lets one renewal fail without costing the lease. Raises ConfigError with its numbers."""
+    left = ttl_ms * (1 - costs.drift) / (1 + costs.drift) - kept_ms
+    right = heartbeat_ms + ttl_ms / 6 + costs.commit_ms + costs.lateness_ms
+    if left < right - ROUNDING_MS:
+        raise ConfigError(
+            f"a healthy node would lose its lease: T(1-d)/(1+d) - m >= heartbeat + T/6 + c + j does not hold, as "
+            f"{left:.1f} < {heartbeat_ms:.1f} + {ttl_ms / 6:.1f} + {costs.commit_ms:g} + {costs.lateness_ms:g} = "
+            f"{right:.1f} ms (T {ttl_ms:.1f} ms, m {kept_ms:.1f} ms): raise ttl, or lower heartbeat or margin"
+        )
+
+
+def _checked_timers(budget_ms: float, costs: Costs, timers: Timers) -> tuple[float, float, float]:
+    """(ttl, heartbeat, margin) with what the operator stated, all lines checked. Raises ConfigError."""
+    derived = (budget_ms - fixed_ms(costs)) * (1 - costs.drift) / (1 + costs.drift)
+    ttl = timers.ttl_ms or derived
+    outage = ttl * (1 + costs.drift) / (1 - costs.drift) + fixed_ms(costs)
+    if outage > budget_ms + ROUNDING_MS:
+        raise ConfigError(
+            f"ttl {ttl:g} ms makes an outage of {outage:.1f} ms, longer than the failover budget of {budget_ms:g} ms: "
+            f"T(1+d)/(1-d) + w + 2j + (1+k)c + w(map) + try + back-off; the longest ttl is {derived:.1f} ms"
+        )
+    heartbeat = timers.heartbeat_ms or ttl / 3
+    if heartbeat > ttl / 3 + ROUNDING_MS:
+        raise ConfigError(f"heartbeat {heartbeat:g} ms is longer than a third of the ttl of {ttl:g} ms")
+    margin = timers.margin_ms or margin_ms(costs)
+    if margin < margin_ms(costs):
+        raise ConfigError(
+            f"margin {margin:g} ms is shorter than max({MARGIN_FLOOR_MS:g}, 3j) = {margin_ms(costs):g} ms"
+        )
+    check_health(costs, ttl, heartbeat, margin)
+    return ttl, heartbeat, margin
+
+
+def plan(budget_ms: float, costs: Costs | None = None, timers: Timers | None = None) -> Budget:
+    """All timers of a budget. Raises ConfigError naming the smallest feasible one when it is infeasible, or the line
+    that timers which were stated do not satisfy."""
+    costs, timers = costs or Costs(), timers or Timers()
+    if not math.isfinite(budget_ms) or budget_ms <= 0 or budget_ms > BUDGET_MS_MAX:
         raise ConfigError(f"failover budget {budget_ms:g} ms is not between 0 and 1 hour")
     smallest = smallest_budget_ms(costs)
     if budget_ms < smallest:
@@ -101,8 +158,8 @@ def plan(budget_ms: float, costs: Costs | None = None) -> Budget:
             f"{math.ceil(smallest) / 1000:g}s (coordinator commit {costs.commit_ms:g} ms, loop lateness "
             f"{costs.lateness_ms:g} ms, drift {costs.drift:g})"
         )
-    observer = budget_ms - fixed_ms(costs)
-    ttl = observer * (1 - costs.drift) / (1 + costs.drift)
+    ttl, heartbeat, margin = _checked_timers(budget_ms, costs, timers)
+    observer = ttl * (1 + costs.drift) / (1 - costs.drift)
     double = budget_ms + costs.coordinator_election_ms
     if costs.coordinator_election_ms:
         # After the coordinator's own outage nobody is expired before the grace of own successful commits.
@@ -111,8 +168,8 @@ def plan(budget_ms: float, costs: Costs | None = None) -> Budget:
         budget_ms=budget_ms,
         costs=costs,
         ttl_ms=ttl,
-        heartbeat_ms=ttl / 3,
-        margin_ms=margin_ms(costs),
+        heartbeat_ms=heartbeat,
+        margin_ms=margin,
         observer_ms=observer,
         takeover_ms=takeover_ms(costs),
         client_ms=costs.client_try_ms + costs.backoff_ms,
@@ -122,13 +179,13 @@ def plan(budget_ms: float, costs: Costs | None = None) -> Budget:
 
 
 def parse_duration_ms(text: str) -> float:
-    """'3s', '500ms', '2m' or a plain number of seconds, in milliseconds. Raises ConfigError."""
-    units = {"ms": 1.0, "s": 1000.0, "m": 60_000.0}
-    for unit in ("ms", "s", "m", ""):
+    """'3s', '500ms', '2m', '1h' or a plain number of seconds, in milliseconds. Raises ConfigError."""
+    units = {"ms": 1.0, "s": 1000.0, "m": 60_000.0, "h": 3_600_000.0}
+    for unit in ("ms", "s", "m", "h", ""):
         if text.endswith(unit):
             number = text[: len(text) - len(unit)].strip()
             try:
                 return float(number) * units.get(unit, 1000.0)
             except ValueError:
                 break
-    raise ConfigError(f"{text!r} is not a duration: write it like 3s, 500ms or 2m")
+    raise ConfigError(f"{text!r} is not a duration: write it like 3s, 500ms, 2m or 1h")

@@ -13,7 +13,8 @@ when the last reference ends, so bytes in use are never overwritten. Sums are ch
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import msgspec
 
@@ -21,7 +22,16 @@ from emberkv.core.eviction import Residency
 from emberkv.errors import InvariantViolation
 from emberkv.messages import BlockInfo
 from emberkv.ports import Slot, Tier
-from emberkv.types import BLOCK_BYTES_MAX, NO_VERSION, SHARDS, EntryState, MissReason, Version, shard_of
+from emberkv.types import (
+    BLOCK_BYTES_MAX,
+    NO_VERSION,
+    SCOPE_BYTES,
+    SHARDS,
+    EntryState,
+    MissReason,
+    Version,
+    shard_of,
+)
 
 NO_PUT_ID = b"\0" * 24
 
@@ -41,6 +51,7 @@ class Entry(msgspec.Struct, gc=False):
     prev: Version = NO_VERSION
     depth: int = 0
     parts: int = 1
+    expiry_ms: int = 0
 
 
 def make_entry(
@@ -54,6 +65,7 @@ def make_entry(
     prev: Version = NO_VERSION,
     depth: int = 0,
     parts: int = 1,
+    expiry_ms: int = 0,
     shard: int = -1,
 ) -> Entry:
     """An entry that takes over the caller's reference of `slot`; `shard` where the caller knows it already."""
@@ -62,10 +74,10 @@ def make_entry(
     length = slot.length if slot is not None else 0
     reason = MissReason.DELETED if state is EntryState.TOMBSTONE else MissReason.NONE
     info = BlockInfo(int(reason), version, length, checksum, slot.offset if slot is not None else 0)
-    return Entry(key, shard, state, version, put_id, checksum, length, slot, info, prev, depth, parts)
+    return Entry(key, shard, state, version, put_id, checksum, length, slot, info, prev, depth, parts, expiry_ms)
 
 
-def restamped(entry: Entry, version: Version, prev: Version) -> Entry:
+def restamped(entry: Entry, version: Version, prev: Version, expiry_ms: int = 0) -> Entry:
     """The same bytes under a version, COMMITTED; the caller takes one more reference of the slot for it."""
     return make_entry(
         entry.key,
@@ -77,7 +89,18 @@ def restamped(entry: Entry, version: Version, prev: Version) -> Entry:
         prev=prev,
         depth=entry.depth,
         parts=entry.parts,
+        expiry_ms=expiry_ms,
     )
+
+
+class Evicted(NamedTuple):
+    """What is remembered of a block that left for want of room."""
+
+    version: Version
+    replaced: bool
+    """It had replaced an older version, which some node may still hold: forgetting this raises the floor."""
+    checksum: bytes = b""
+    """Of its bytes, where known: equal bytes may be put again by whoever computes them again."""
 
 
 class Directory:
@@ -89,6 +112,8 @@ class Directory:
     """How many evicted keys are remembered, so that a miss can say `evicted`."""
     TOMBSTONES_MAX = 65536
     """Deletes that are remembered, about 20 MB; beyond it the oldest is forgotten and counted (P8)."""
+    TOMBSTONES_PER_TICK_MAX = 256
+    """Deletes forgotten by age in one step: bounds the time under the lock."""
 
     def __init__(self, tier: Tier, block_bytes_max: int = BLOCK_BYTES_MAX) -> None:
         """`block_bytes_max`: longest block that ever fits; nothing is evicted for a longer one."""
@@ -96,10 +121,18 @@ class Directory:
         self._block_bytes_max = block_bytes_max
         self.shards: list[dict[bytes, Entry]] = [{} for _ in range(SHARDS)]
         self.residency = Residency()
-        self.evicted: OrderedDict[bytes, Version] = OrderedDict()
+        self.floors: list[Version] = [NO_VERSION] * SHARDS
+        """Per shard: a version at or below it that is not held by the primary is gone for good, because the tombstone
+        or the newer version that ended it may be forgotten."""
+        self.evicted: OrderedDict[bytes, Evicted] = OrderedDict()
+        self.replaced: list[dict[bytes, Version]] = [{} for _ in range(SHARDS)]
+        """Of `evicted`, by shard: newest versions that left while an older one may be somewhere; repair tells them."""
         self.evictions = 0
         self.tombstones_dropped = 0
-        self._tombstones: OrderedDict[bytes, None] = OrderedDict()
+        self._tombstones: OrderedDict[bytes, int] = OrderedDict()
+        """Key -> when it came in, on this node's clock; the oldest first."""
+        self.now_ns = 0
+        """Set by the core at each tick; tombstones are dated by it."""
         self.entry_bytes = 0
 
     def get(self, key: bytes) -> Entry | None:
@@ -142,26 +175,42 @@ class Directory:
         table = self.shards[entry.shard]
         old = table.get(entry.key)
         if old is not None:
+            if entry.version < old.version:
+                raise InvariantViolation(f"{entry.version} was to replace {old.version}: an entry never goes back")
             self._forget_sums(old)
             if old.slot is not None:
                 self.unref(old.slot)
         table[entry.key] = entry
         if entry.slot is None:
             self.residency.discard(entry.key)
-            self._tombstones[entry.key] = None
-            self._bound_tombstones()
+            self._tombstones[entry.key] = self.now_ns
+            self._tombstones.move_to_end(entry.key)
+            while len(self._tombstones) > self.TOMBSTONES_MAX:
+                self._forget_oldest_tombstone()
         else:
             self.residency.add(entry.key)
             self.entry_bytes += entry.length
         if self.evicted:
-            self.evicted.pop(entry.key, None)
+            self._forget_evicted(entry.key)
 
-    def _bound_tombstones(self) -> None:
-        while len(self._tombstones) > self.TOMBSTONES_MAX:
-            oldest = self.get(next(iter(self._tombstones)))
-            if oldest is not None:
-                self.remove(oldest)
-            self.tombstones_dropped += 1
+    def raise_floor(self, shard: int, version: Version) -> None:
+        """From now on nothing at or below `version` is believed to be alive unless the primary holds it."""
+        if version > self.floors[shard]:
+            self.floors[shard] = version
+
+    def _forget_oldest_tombstone(self) -> None:
+        oldest = self.get(next(iter(self._tombstones)))
+        assert oldest is not None
+        self.raise_floor(oldest.shard, oldest.version)
+        self.remove(oldest)
+        self.tombstones_dropped += 1
+
+    def forget_tombstones(self, before_ns: int) -> None:
+        """Ends the memory of deletes that came in before a moment; the floor remembers that there were some."""
+        for _ in range(self.TOMBSTONES_PER_TICK_MAX):
+            if not self._tombstones or next(iter(self._tombstones.values())) >= before_ns:
+                return
+            self._forget_oldest_tombstone()
 
     def remove(self, entry: Entry) -> None:
         """Forgets an entry and its reference to bytes."""
@@ -204,17 +253,69 @@ class Directory:
                     continue
                 yield entry
 
-    def evict(self, entry: Entry, version: Version | None = None) -> None:
+    def evict(self, entry: Entry, version: Version = NO_VERSION) -> None:
         """Gives up a copy for space, remembering up to which version (its own, or a newer one that found no room)."""
         self.remove(entry)
         self.evictions += 1
-        self.remember_evicted(entry.key, version or entry.version)
+        if version > entry.version:
+            self.remember_evicted(entry.key, version, replaced=True)
+        else:
+            self.remember_evicted(entry.key, entry.version, replaced=entry.prev != NO_VERSION, checksum=entry.checksum)
 
-    def remember_evicted(self, key: bytes, version: Version) -> None:
-        """Repair shall not fetch this version or an older one again, and a miss can say `evicted`."""
-        if len(self.evicted) >= self.EVICTED_MEMORY_MAX:
-            self.evicted.popitem(last=False)
-        self.evicted[key] = version
+    def remember_evicted(self, key: bytes, version: Version, *, replaced: bool, checksum: bytes = b"") -> None:
+        """Repair shall not fetch this version or an older one again, and a miss can say `evicted`. What is forgotten
+        for it raises the floor if an older version than it may still be somewhere."""
+        known = self.evicted.get(key)
+        if known is not None:
+            if known.version > version:
+                version, checksum = known.version, known.checksum
+            replaced = replaced or known.replaced
+        elif len(self.evicted) >= self.EVICTED_MEMORY_MAX:
+            oldest = next(iter(self.evicted))
+            forgotten = self._forget_evicted(oldest)
+            if forgotten is not None and forgotten.replaced:
+                self.raise_floor(shard_of(oldest), forgotten.version)
+        self.evicted[key] = Evicted(version, replaced, checksum)
+        if replaced:
+            self.replaced[shard_of(key)][key] = version
+
+    def _forget_evicted(self, key: bytes) -> Evicted | None:
+        known = self.evicted.pop(key, None)
+        if known is not None and known.replaced:
+            self.replaced[shard_of(key)].pop(key, None)
+        return known
+
+    def ghosts(self, shard: int, wanted: Callable[[Version], bool]) -> list[Entry]:
+        """What was given up here and had replaced an older version, as entries without bytes."""
+        return [
+            make_entry(
+                key,
+                state=EntryState.COMMITTED,
+                version=version,
+                put_id=NO_PUT_ID,
+                checksum=b"\0" * 16,
+                slot=None,
+                shard=shard,
+            )
+            for key, version in self.replaced[shard].items()
+            if wanted(version)
+        ]
+
+    def evicted_version(self, key: bytes) -> Version:
+        """Up to which version this node has given the key up for room; NO_VERSION where it has not."""
+        known = self.evicted.get(key)
+        return known.version if known is not None else NO_VERSION
+
+    def sweep(self, shard: int, wall_ms: int, dead_scopes: set[bytes]) -> int:
+        """Gives up what has expired or belongs to a dropped namespace, in one shard; returns how many entries."""
+        gone = [
+            entry
+            for entry in self.shards[shard].values()
+            if (entry.expiry_ms and entry.expiry_ms <= wall_ms) or entry.key[:SCOPE_BYTES] in dead_scopes
+        ]
+        for entry in gone:
+            self.remove(entry)
+        return len(gone)
 
     def check(self) -> None:
         """Full sums; for tests and simulation."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import msgspec
 
-from emberkv.messages import BlockInfo, Message, OfferReply, ReplicateReply
+from emberkv.messages import BlockInfo, Message, OfferReply, ReplicateReply, VectorReply
 from emberkv.ports import Compare, Slot, Write
-from emberkv.types import PutOutcome
+from emberkv.types import PutOutcome, Version
 
 
 class Effect(msgspec.Struct):
@@ -35,6 +35,12 @@ class Fetch(Effect):
     keys: list[bytes]
     session: bool
     deadline_ns: int
+    floors: list[Version] = []
+    """One per key, or empty: what is older is no answer."""
+    if_newer: bool = False
+    """What is exactly at its floor answers CURRENT, without bytes."""
+    relay: bool = False
+    """Ask the peer to look elsewhere too: we reach nobody better."""
 
 
 class Verify(Effect):
@@ -98,6 +104,13 @@ class OfferDone(Effect):
 
     op: int
     reply: OfferReply
+
+
+class VectorDone(Effect):
+    """A comparison of applied vectors was processed."""
+
+    op: int
+    reply: VectorReply
 
 
 class Commit(Effect):

@@ -8,8 +8,19 @@ from __future__ import annotations
 
 import msgspec
 
-from emberkv.messages import BlockInfo, Offer, OfferReply, PutItem, PutReply, ReplicaItem, ReplicateReply
+from emberkv.messages import (
+    BlockInfo,
+    Offer,
+    OfferReply,
+    PutItem,
+    PutReply,
+    ReplicaItem,
+    ReplicateReply,
+    Vector,
+    VectorReply,
+)
 from emberkv.ports import CommitStatus, Record, Slot
+from emberkv.types import Version
 
 
 class Event(msgspec.Struct):
@@ -19,7 +30,9 @@ class Event(msgspec.Struct):
 
 
 class Tick(Event):
-    """Time passed."""
+    """Time passed. `wall_ms` is the wall clock, used for nothing but the expiry of blocks; 0: unchanged."""
+
+    wall_ms: int = 0
 
 
 class Get(Event):
@@ -33,6 +46,12 @@ class Get(Event):
     local_only: bool = False
     verify: bool = False
     """Check bytes before they are answered (namespace `verify=pin`)."""
+    floors: list[Version] = []
+    """One per key, or empty: a session's token. What is older is not served."""
+    if_newer: bool = False
+    """A peer asks: what is exactly at the floor answers CURRENT, without bytes."""
+    relayed: bool = False
+    """Asked on behalf of another node: relay no further."""
 
 
 class Verified(Event):
@@ -86,7 +105,25 @@ class PutBegin(Event):
     """Name of the forwarding node, or empty when a client speaks to this node."""
     delete: bool = False
     strong: bool = False
-    """Asked for a level that this version does not serve: refused, never taken for a lower one."""
+    """Asked for a level that blocks do not have: refused, never taken for a lower one."""
+    relay: bool = False
+    """A forward whose sender does not reach the primary: pass it on."""
+
+
+class VectorArrived(Event):
+    """A primary compares applied vectors."""
+
+    op: int
+    peer: str
+    vector: Vector
+
+
+class VectorAnswered(Event):
+    """A replica answered a comparison of applied vectors."""
+
+    peer: str
+    request: int
+    reply: VectorReply
 
 
 class PutFilled(Event):
@@ -104,6 +141,7 @@ class ReplicaBegin(Event):
     peer: str
     items: list[ReplicaItem]
     fill: bool
+    surplus: bool = False
 
 
 class ReplicaFilled(Event):

@@ -13,18 +13,23 @@ that could name such a one.
 
 from __future__ import annotations
 
-from emberkv.core import placement
+from emberkv.core import placement, rebalance
 from emberkv.core.effects import Commit
 from emberkv.core.events import Committed
+from emberkv.core.handover import Handover
 from emberkv.core.lease import Lease
 from emberkv.core.state import SHARDS_PER_COMMIT, State
 from emberkv.core.view import HEARTBEAT_PREFIX, LIVE_PREFIX, ClusterView, encode_record, owner_key
 from emberkv.messages import LiveRecord, ShardOwner
 from emberkv.ports import CommitStatus, Compare, Write
-from emberkv.types import EPOCH_GENERATION_SHIFT, SHARDS
+from emberkv.types import EPOCH_GENERATION_SHIFT
 
 FIRST_START_PATIENCE_NS = 10_000_000_000
 """How long the first start of a cluster waits for a member that it expects: loading Python on a busy machine."""
+RECONCILES_PER_HEARTBEAT = 3
+"""How often owner records may change for repair and moves: a few commits a lease."""
+MOVES_MAX = 32
+"""Shards of one primary that move at the same time: rebalancing must leave the network to reads and fresh writes."""
 GUARD_COMPARES_MAX = 8
 """Own liveness plus the dead primaries named by one batch; with SHARDS_PER_COMMIT this fills one commit."""
 
@@ -36,7 +41,7 @@ def unbroken(view: ClusterView, shard: int, names: tuple[str, ...]) -> list[str]
 
 
 def takers(view: ClusterView, shard: int, members: tuple[str, ...]) -> list[str]:
-    """Who may take a vacant shard, in order of rank."""
+    """Who may take a vacant shard, in order of rank; who drains comes last."""
     owner = view.owners[shard]
     if owner is None:
         return placement.ranked(shard, sorted({*members, *view.live_nodes()}))
@@ -44,7 +49,7 @@ def takers(view: ClusterView, shard: int, members: tuple[str, ...]) -> list[str]
     # A learner holds part of the shard; a replica that has restarted may hold nothing at all.
     order += [name for name in unbroken(view, shard, owner.replicas) if name not in order]
     order += [name for name in owner.replicas if view.is_live(name) and name not in order]
-    order += [name for name in placement.ranked(shard, view.live_nodes()) if name not in order]
+    order += [name for name in placement.ranked(shard, rebalance.homes(view)) if name not in order]
     return order
 
 
@@ -53,8 +58,10 @@ def taken(view: ClusterView, shard: int, taker: str, liveness_epoch: int, factor
     owner = view.owners[shard]
     old = owner.replicas if owner is not None else ()
     former = owner.former if owner is not None else ()
+    in_sync = owner.in_sync if owner is not None else ()
     kept = [name for name in old if name != taker and view.is_live(name)]
-    spare = [name for name in placement.ranked(shard, view.live_nodes()) if name != taker and name not in kept]
+    kept.sort(key=lambda name: name not in in_sync)
+    spare = [name for name in placement.ranked(shard, rebalance.homes(view)) if name != taker and name not in kept]
     replicas = tuple([taker, *kept, *spare][:factor])
     gone = tuple(name for name in old if name not in replicas)
     epoch = max(owner.epoch if owner is not None else 0, view.epoch_seen[shard], floor) + 1
@@ -63,28 +70,13 @@ def taken(view: ClusterView, shard: int, taker: str, liveness_epoch: int, factor
     return ShardOwner(taker, liveness_epoch, epoch, replicas, (taker,), former)
 
 
-def reconciled(view: ClusterView, shard: int, factor: int, caught_up: set[str]) -> ShardOwner | None:
-    """The primary's own record with dead replicas replaced and caught-up ones in sync; None when it is right."""
-    owner = view.owners[shard]
-    assert owner is not None
-    alive = [name for name in owner.replicas if name == owner.primary or view.is_live(name)]
-    spare = [name for name in placement.ranked(shard, view.live_nodes()) if name not in alive]
-    replicas = tuple((alive + spare)[: max(factor, 1)])
-    # Only what this primary knows itself: who was in sync by record may have missed a write since.
-    in_sync = tuple(name for name in replicas if name == owner.primary or name in caught_up)
-    if replicas == owner.replicas and in_sync == owner.in_sync:
-        return None
-    gone = tuple(name for name in owner.replicas if name not in replicas)
-    former = tuple(name for name in (*gone, *owner.former) if name not in replicas)[:factor]
-    return ShardOwner(owner.primary, owner.liveness_epoch, owner.epoch, replicas, in_sync, former)
-
-
 class Failover:
     """Watches the others' heartbeats and takes what is vacant."""
 
-    def __init__(self, state: State, lease: Lease) -> None:
+    def __init__(self, state: State, lease: Lease, handover: Handover) -> None:
         self.state = state
         self.lease = lease
+        self.handover = handover
         self.caught_up: dict[int, set[str]] = {}
         """Replicas that repair found complete in this epoch, per shard; kept by repair."""
         self._last_tick_ns = 0
@@ -96,6 +88,11 @@ class Failover:
         """Shards named by a commit in flight."""
         self._vacant_since: dict[int, int] = {}
         self._reconciled_ns = 0
+        self._nodes: tuple[tuple[str, bool], ...] = ()
+        self._steady_since_ns = 0
+        """Since when the same nodes live and drain: nothing is moved while they come and go."""
+        self._alone_since_ns = 0
+        """Since when this node reaches no live peer, although there are some; 0: it is not alone."""
 
     def on_tick(self, now_ns: int) -> None:
         """Looks at all levels once."""
@@ -103,13 +100,39 @@ class Failover:
         if now_ns - self._last_tick_ns > settings.ttl_ns // 3:
             self._timers_from_ns = now_ns
         self._last_tick_ns = now_ns
+        self._note_alone(now_ns)
         if not self.lease.open(now_ns):
             return
         self._expire(now_ns)
         self.take(now_ns)
-        if now_ns - self._reconciled_ns > settings.heartbeat_ns:
+        self.handover.on_tick(now_ns)
+        self._give_up_alone(now_ns)
+        if self.state.review and now_ns - self._reconciled_ns > settings.heartbeat_ns // RECONCILES_PER_HEARTBEAT:
             self._reconciled_ns = now_ns
             self.reconcile()
+
+    def _note_alone(self, now_ns: int) -> None:
+        others = any(name != self.state.settings.name for name in self.state.view.live_nodes())
+        if self.state.peers_up or not others:
+            self._alone_since_ns = 0
+        elif not self._alone_since_ns:
+            self._alone_since_ns = now_ns
+
+    def _is_alone(self, now_ns: int) -> bool:
+        """Has this node reached no live peer for a whole lease? Then it speaks for nobody who can hear it."""
+        return bool(self._alone_since_ns) and now_ns - self._alone_since_ns > self.state.settings.ttl_ns
+
+    def _give_up_alone(self, now_ns: int) -> None:
+        """Shards with another live replica are left to those who reach one another."""
+        if not self._is_alone(now_ns):
+            return
+        view, name = self.state.view, self.state.settings.name
+        for shard, epoch in enumerate(view.primary_epoch):
+            owner = view.owners[shard]
+            if not epoch or owner is None or shard in self._busy:
+                continue
+            if any(peer != name and view.is_live(peer) for peer in owner.replicas):
+                self.handover.begin(shard, "")
 
     def _expire(self, now_ns: int) -> None:
         settings, view = self.state.settings, self.state.view
@@ -142,12 +165,14 @@ class Failover:
         """Takes the vacant shards whose turn it is; called on ticks and when records change."""
         settings, view = self.state.settings, self.state.view
         due: list[int] = []
-        for shard in range(SHARDS):
-            if not view.is_vacant(shard):
-                self._vacant_since.pop(shard, None)
-                continue
+        for shard in [shard for shard in self._vacant_since if shard not in view.vacant]:
+            del self._vacant_since[shard]
+        alone = self._is_alone(now_ns)
+        for shard in sorted(view.vacant):
             since = self._vacant_since.setdefault(shard, now_ns)
             if shard in self._busy:
+                continue
+            if alone and view.owners[shard] is not None:
                 continue
             order = takers(view, shard, settings.members)
             if settings.name not in order:
@@ -183,17 +208,41 @@ class Failover:
         self._commit_owners(chosen, list(guards.values()))
 
     def reconcile(self) -> None:
-        """Repairs the replica sets of the shards this node is primary of."""
-        view = self.state.view
+        """Repairs the replica sets of the shards this node is primary of, and moves them to where they belong."""
+        view, factor = self.state.view, self.state.settings.factor
+        steady = self._is_steady()
+        moving = len(self.handover.leaving)
         due: list[tuple[int, ShardOwner]] = []
-        for shard in range(SHARDS):
-            if not view.primary_epoch[shard] or shard in self._busy:
+        for shard in sorted(self.state.review):
+            if not view.primary_epoch[shard]:
+                self.state.review.discard(shard)
                 continue
-            record = reconciled(view, shard, self.state.settings.factor, self.caught_up.get(shard, set()))
+            if shard in self._busy or shard in self.state.closed:
+                continue
+            caught_up = self.caught_up.get(shard, set())
+            moves = steady and moving < MOVES_MAX
+            record = rebalance.reconciled(view, shard, factor, caught_up, may_move=moves)
+            owner = view.owners[shard]
+            assert owner is not None
             if record is not None:
                 due.append((shard, record))
+                moving += len(record.replicas) > factor
+            elif moves and (target := rebalance.successor(view, shard, factor, caught_up)) is not None:
+                self.handover.begin(shard, target)
+                moving += 1
+            elif rebalance.is_home(view, shard, factor):
+                self.state.review.discard(shard)
+            else:
+                moving += len(owner.replicas) > factor
         for start in range(0, len(due), SHARDS_PER_COMMIT):
             self._commit_reconciled(due[start : start + SHARDS_PER_COMMIT])
+
+    def _is_steady(self) -> bool:
+        view = self.state.view
+        nodes = tuple((name, view.is_draining(name)) for name in view.live_nodes())
+        if nodes != self._nodes:
+            self._nodes, self._steady_since_ns = nodes, self.state.now_ns
+        return self.state.now_ns - self._steady_since_ns > self.state.settings.ttl_ns
 
     def _commit_reconciled(self, due: list[tuple[int, ShardOwner]]) -> None:
         """Whoever is named in sync must still be the incarnation that repair has compared when the record lands, or
@@ -233,10 +282,6 @@ class Failover:
         self._busy.difference_update(shard for shard, _ in chosen)
         if event.status is not CommitStatus.COMMITTED:
             return []  # refused: the watch brings what changed; unknown: the watch reads it back
-        view = self.state.view
         for shard, record in chosen:
-            if event.revision > view.owner_revision[shard]:
-                view.owners[shard], view.owner_revision[shard] = record, event.revision
-                view.epoch_seen[shard] = max(view.epoch_seen[shard], record.epoch)
-                view.primary_epoch[shard] = record.epoch if view.my_liveness_epoch == record.liveness_epoch else 0
+            self.state.view.own_record(shard, record, event.revision)
         return [shard for shard, _ in chosen]

@@ -7,8 +7,9 @@ In health a hint is sent at once; in a partition it waits. So degraded mode is n
        ^                    |
        +--------------------+  connection lost, overdue: never fresh again; fenced: not stored, so it still may be
 
-Laws: bounded in count and bytes, the oldest dropped and counted; a later put or delete of the same key through this
-node replaces its queued hint; a replayed hint may only fill, so it cannot rewrite history.
+Laws: bounded in count, bytes and age, the oldest dropped and counted; a later put or delete of the same key through
+this node replaces its queued hint, and waits for the one in flight; a replayed hint may only fill, so it cannot rewrite
+history. A node that does not reach the primary sends through one that does: one hop, and what came so goes no further.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from emberkv.messages import PutFlag, PutItem, PutReply, PutRequest
 from emberkv.ports import Slot
 from emberkv.types import BATCH_KEYS_MAX, KEY_BYTES, EntryState, Level, PutOutcome, PutStatus, RefuseReason, Version
 
-Settled = Callable[[int, int, PutOutcome], None]
-"""Called with (op, index, outcome) when a put that waits for its primary is answered."""
+Settled = Callable[[int, int, PutOutcome, int], None]
+"""Called with (op, index, outcome, authority) when a put that waits for its primary is answered; authority: the epoch
+of the primary that spoke, 0 where none did."""
 
 FORWARDS_PER_PEER_MAX = 8
 """Messages in flight to one primary: enough to fill the pipe, few enough that a stuck primary holds little."""
@@ -53,6 +55,8 @@ class Hint(msgspec.Struct, gc=False):
     index: int = 0
     born_ns: int = 0
     rejections: int = 0
+    relayed: bool = False
+    """Came from a node that does not reach the primary: goes to the primary itself or nowhere."""
 
 
 class Forward(msgspec.Struct, gc=False):
@@ -78,6 +82,10 @@ class Hints:
         self.bytes = 0
         self._by_shard: dict[int, OrderedDict[bytes, Hint]] = {}
         """The queue by shard, so that those of an unreachable primary never stand before the others."""
+        self._flying: dict[bytes, Hint] = {}
+        """Latest hint in flight per key: a later one of this node waits for its answer and builds on its version."""
+        self._useless: dict[tuple[str, int], int] = {}
+        """(Relay, shard) -> until when it is not asked again, because it does not reach the primary either."""
         self._resting: set[int] = set()
         """Shards whose primary has just refused: asked again after the next tick, not at once."""
         self._per_peer: dict[str, int] = {}
@@ -129,7 +137,7 @@ class Hints:
         if not waiting:
             del self._by_shard[shard]
 
-    def _forget(self, hint: Hint, outcome: PutOutcome) -> None:
+    def _forget(self, hint: Hint, outcome: PutOutcome, authority: int = 0) -> None:
         """Ends a hint: its bytes' reference is given back and whoever waits is told."""
         self.bytes -= hint.entry.length
         if self.pending.get(hint.entry.key) is hint:
@@ -138,7 +146,7 @@ class Hints:
             self.state.directory.unref(hint.entry.slot)
         if hint.op:
             op, hint.op = hint.op, 0
-            self.settled(op, hint.index, outcome)
+            self.settled(op, hint.index, outcome, authority)
 
     def is_fresh(self, hint: Hint) -> bool:
         """Never sent, and either still waited for or so young that no later put can have finished unnoticed."""
@@ -159,19 +167,43 @@ class Hints:
                 continue
             if primary == view.name:
                 room -= self._apply(shard, room, apply_here)
-            elif primary in self.state.peers_up and self._per_peer.get(primary, 0) < FORWARDS_PER_PEER_MAX:
-                for hint in islice(self._by_shard[shard].values(), room):
-                    batches.setdefault(self._kind(primary, hint), []).append(hint)
-                    room -= 1
+            else:
+                room -= self._choose(shard, primary, room, batches)
             if room <= 0:
                 break
         for kind, hints in batches.items():
-            self._send_in_pieces(str(kind[0]), hints)
+            self._send_in_pieces(str(kind[0]), hints, relay=bool(kind[1]))
 
-    def _kind(self, primary: str, hint: Hint) -> tuple[object, ...]:
+    def _choose(self, shard: int, primary: str, room: int, batches: dict[tuple[object, ...], list[Hint]]) -> int:
+        """Adds the hints of a shard that can leave now to the messages; returns how many were looked at."""
+        direct = primary in self.state.peers_up
+        target = primary if direct else self._relay(shard, primary)
+        if target is None or self._per_peer.get(target, 0) >= FORWARDS_PER_PEER_MAX:
+            return 0
+        looked = 0
+        for hint in islice(self._by_shard[shard].values(), room):
+            looked += 1
+            if hint.entry.key in self._flying or (hint.relayed and not direct):
+                continue
+            batches.setdefault(self._kind(target, hint, relay=not direct), []).append(hint)
+        return looked
+
+    def _relay(self, shard: int, primary: str) -> str | None:
+        """A live node that may reach the primary when this one does not; the shard's replicas first."""
+        view = self.state.view
+        owner = view.owners[shard]
+        near = [name for name in (*owner.replicas, *owner.former) if name != primary] if owner is not None else []
+        for name in [*near, *sorted(self.state.peers_up)]:
+            if name == primary or name not in self.state.peers_up or not view.is_live(name):
+                continue
+            if self._useless.get((name, shard), 0) <= self.state.now_ns:
+                return name
+        return None
+
+    def _kind(self, target: str, hint: Hint, *, relay: bool) -> tuple[object, ...]:
         """Hints that may share one message."""
         scope, delete = hint.entry.key[:-KEY_BYTES], hint.entry.slot is None
-        return primary, hint.session, self.is_fresh(hint), hint.min_copies, delete, scope
+        return target, relay, hint.session, self.is_fresh(hint), hint.min_copies, delete, scope
 
     def _apply(self, shard: int, room: int, apply_here: Callable[[Hint], PutOutcome | None]) -> int:
         """Hints of a shard that this node has become primary of; returns how many were looked at."""
@@ -184,23 +216,25 @@ class Hints:
             self._forget(hint, outcome)
         return len(hints)
 
-    def _send_in_pieces(self, primary: str, hints: list[Hint]) -> None:
+    def _send_in_pieces(self, target: str, hints: list[Hint], *, relay: bool) -> None:
         piece: list[Hint] = []
         size = 0
         for hint in hints:
             if piece and (len(piece) == BATCH_KEYS_MAX or size + hint.entry.length > SEND_BYTES_MAX):
-                self._send(primary, piece)
+                self._send(target, piece, relay=relay)
                 piece, size = [], 0
-            if self._per_peer.get(primary, 0) >= FORWARDS_PER_PEER_MAX:
+            if self._per_peer.get(target, 0) >= FORWARDS_PER_PEER_MAX:
                 return
             piece.append(hint)
             size += hint.entry.length
-        self._send(primary, piece)
+        self._send(target, piece, relay=relay)
 
-    def _send(self, primary: str, hints: list[Hint]) -> None:
+    def _send(self, target: str, hints: list[Hint], *, relay: bool) -> None:
         head = hints[0]
         fresh = self.is_fresh(head)
-        flags = PutFlag.FORWARD | (PutFlag.FRESH if fresh else PutFlag.HINT)
+        flags = PutFlag.FORWARD | (PutFlag.FRESH if fresh else PutFlag.HINT) | (PutFlag.RELAY if relay else 0)
+        if relay:
+            self.state.counters["relayed_puts"] += len(hints)
         slots: list[Slot] = [hint.entry.slot for hint in hints if hint.entry.slot is not None]
         request = PutRequest(
             [hint.item for hint in hints],
@@ -214,9 +248,10 @@ class Hints:
         for hint in hints:
             self._dequeue(hint)
             hint.fresh = False
-        number = self.state.send(primary, request, slots)
-        self.forwards[number] = Forward(primary, hints, self.state.now_ns, fresh)
-        self._per_peer[primary] = self._per_peer.get(primary, 0) + 1
+            self._flying[hint.entry.key] = hint
+        number = self.state.send(target, request, slots)
+        self.forwards[number] = Forward(target, hints, self.state.now_ns, fresh)
+        self._per_peer[target] = self._per_peer.get(target, 0) + 1
 
     def on_answer(self, peer: str, request: int, reply: PutReply) -> None:
         """The primary answered; each hint is settled or queued again."""
@@ -234,31 +269,45 @@ class Hints:
                 self.state.counters["fenced_replies"] += 1
                 bounced.append(hint)
                 continue
+            if outcome.status is PutStatus.QUEUED or (outcome.status is PutStatus.UNKNOWN and not hint.op):
+                # A relay that did not hear from the primary, or an answer that nobody waits for: it may be stored, so
+                # from now on it only fills.
+                bounced.append(hint)
+                continue
             if outcome.status is not PutStatus.REFUSED or outcome.reason not in _BOUNCES:
-                self._settle(hint, outcome)
+                self._settle(hint, outcome, authority)
                 continue
             # A lapsed lease mends itself, however long it takes; bytes that do not match their checksum do not.
             hint.rejections += outcome.reason is RefuseReason.CHECKSUM
+            if peer != self.state.view.primary_of(hint.entry.shard):
+                self._useless[(peer, hint.entry.shard)] = self.state.now_ns + self.state.settings.heartbeat_ns
             # Refused means certainly not stored, so the next send is a first one again.
             hint.fresh = forward.fresh
             if hint.rejections < REJECTIONS_MAX:
                 bounced.append(hint)
             else:
-                self._settle(hint, outcome)
+                self._settle(hint, outcome, authority)
         self._requeue(bounced, rest=True)
 
     def _take_forward(self, request: int) -> Forward | None:
         forward = self.forwards.pop(request, None)
         if forward is not None:
             self._per_peer[forward.peer] -= 1
+            for hint in forward.hints:
+                if self._flying.get(hint.entry.key) is hint:
+                    del self._flying[hint.entry.key]
         return forward
 
-    def _settle(self, hint: Hint, outcome: PutOutcome) -> None:
+    def _settle(self, hint: Hint, outcome: PutOutcome, authority: int) -> None:
         if outcome.status is PutStatus.STORED:
             self._keep_near_copy(hint, outcome.version)
+            later = self.queue.get(hint.entry.key)
+            if later is not None:
+                # The next put of this key through this node knows what it follows.
+                later.item.seen = max(later.item.seen, outcome.version)
         else:
             self.state.counters["hints_lost"] += outcome.status is not PutStatus.SUPERSEDED
-        self._forget(hint, outcome)
+        self._forget(hint, outcome, authority)
 
     def _keep_near_copy(self, hint: Hint, version: Version) -> None:
         """The bytes have a version now: they stay here as a copy, unless something newer is here already."""
@@ -274,6 +323,10 @@ class Hints:
                 return
             if current.version == version:
                 return
+        if directory.evicted_version(entry.key) > version:
+            return  # something newer was here and had to go
+        if self.state.expiry_of(entry.key):
+            return  # when it expires is for the primary to say: a copy without that would live too long
         directory.ref(entry.slot)
         directory.install(restamped(entry, version, entry.prev))
 
@@ -297,11 +350,31 @@ class Hints:
     def on_tick(self, now_ns: int) -> None:
         """A primary that does not answer for a whole lease is treated like a lost connection."""
         self._resting.clear()
+        self._useless = {pair: until for pair, until in self._useless.items() if until > now_ns}
+        self._drop_aged(now_ns - self.state.settings.hint_age_max_ns)
         limit_ns = self.state.settings.ttl_ns
         for request in [number for number, f in self.forwards.items() if now_ns - f.sent_ns > limit_ns]:
             forward = self._take_forward(request)
             if forward is not None:
                 self._requeue(forward.hints)
+
+    def _drop_aged(self, born_before_ns: int) -> None:
+        """A hint that is older than this might bring back what was deleted and is forgotten by now."""
+        for hint in list(islice(self.queue.values(), FLUSH_MAX)):
+            if hint.born_ns >= born_before_ns:
+                return
+            self._dequeue(hint)
+            self.state.counters["hints_aged"] += 1
+            self._forget(hint, _NO_ROOM)
+
+    def cancel(self, op: int, keys: list[bytes]) -> None:
+        """The node that a put was relayed for keeps its own hint: ours ends, unless it is in flight."""
+        for key in keys:
+            hint = self.queue.get(key)
+            if hint is not None and hint.op == op:
+                hint.op = 0
+                self._dequeue(hint)
+                self._forget(hint, _NO_ROOM)
 
     def release(self, op: int, keys: list[bytes]) -> None:
         """Nobody waits for this put any more; its hints go on by themselves."""

@@ -19,6 +19,7 @@ from emberkv.core.effects import Commit
 from emberkv.core.events import Committed
 from emberkv.core.state import State
 from emberkv.core.view import HEARTBEAT_PREFIX, LIVE_PREFIX, encode_record
+from emberkv.errors import InvariantViolation
 from emberkv.messages import HeartbeatRecord, LiveRecord
 from emberkv.ports import CommitStatus, Compare, Write
 from emberkv.types import EPOCH_GENERATION_SHIFT
@@ -35,12 +36,28 @@ class Phase(Enum):
     REFUSED = "refused"
 
 
+TRANSITIONS = {
+    (Phase.STARTING, "name is free"): Phase.JOINING,
+    (Phase.STARTING, "name may be in use"): Phase.WAITING,
+    (Phase.WAITING, "name is free"): Phase.JOINING,
+    (Phase.WAITING, "its heartbeat moves"): Phase.REFUSED,
+    (Phase.JOINING, "name is free"): Phase.JOINING,
+    (Phase.JOINING, "name may be in use"): Phase.WAITING,
+    (Phase.JOINING, "committed or read back"): Phase.MEMBER,
+    (Phase.MEMBER, "renewal refused"): Phase.LOST,
+    (Phase.LOST, "another incarnation lives"): Phase.REFUSED,
+    (Phase.LOST, "expired"): Phase.JOINING,
+}
+"""All moves of one incarnation; a missing one is a bug. Within MEMBER the lease opens and lapses with time alone."""
+
+
 class Lease:
     """Membership and lease of one incarnation."""
 
     def __init__(self, state: State) -> None:
         self.state = state
         self.phase = Phase.STARTING
+        state.lease_open = lambda: self.open(state.now_ns)
         self.deadline_ns = 0
         self.live_revision = 0
         """Mod revision of our own live record: what every guarded commit of ours compares."""
@@ -56,6 +73,12 @@ class Lease:
         self._waiting_revision = 0
         self._outwaited: LiveRecord | None = None
         """A stranger's record under our name whose heartbeat stood still for a whole lease."""
+
+    def _move(self, what: str) -> None:
+        following = TRANSITIONS.get((self.phase, what))
+        if following is None:
+            raise InvariantViolation(f"an incarnation that is {self.phase.value} cannot take {what!r}")
+        self.phase = following
 
     def open(self, now_ns: int) -> bool:
         """May this node act as primary of the shards that its records name, at this moment?"""
@@ -89,11 +112,11 @@ class Lease:
 
     def _consider_start(self, now_ns: int) -> None:
         if self._name_is_free():
-            self.phase = Phase.JOINING
+            self._move("name is free")
             self._join(now_ns)
             return
         # Somebody lived under our name and we hold no proof that it is gone: only stillness of its heartbeat is one.
-        self.phase = Phase.WAITING
+        self._move("name may be in use")
         self._waiting_since_ns = now_ns
         self._waiting_revision = self._heartbeat_revision()
 
@@ -115,10 +138,10 @@ class Lease:
         if not moved and now_ns - self._waiting_since_ns > settings.ttl_ns * (1 + settings.drift):
             self._outwaited = self.state.view.live.get(settings.name)
         if self._name_is_free():
-            self.phase = Phase.JOINING
+            self._move("name is free")
             self._join(now_ns)
         elif moved:
-            self.phase = Phase.REFUSED
+            self._move("its heartbeat moves")
             self.state.note(f"a node named {settings.name!r} is alive: stop it or start under another name", alarm=True)
 
     def _consider_lost(self) -> None:
@@ -127,10 +150,10 @@ class Lease:
         if self.state.view.live_revision.get(settings.name, 0) == self.live_revision:
             return  # the change that refused us has not reached our view yet
         if record is not None and not record.dead and record.incarnation != settings.incarnation:
-            self.phase = Phase.REFUSED
+            self._move("another incarnation lives")
             self.state.note(f"another process took over the name {settings.name!r}: this one stops", alarm=True)
             return
-        self.phase = Phase.JOINING
+        self._move("expired")
 
     def _join(self, now_ns: int) -> None:
         settings, view = self.state.settings, self.state.view
@@ -180,7 +203,7 @@ class Lease:
 
     def _refused(self) -> None:
         if self.phase is Phase.MEMBER:
-            self.phase = Phase.LOST
+            self._move("renewal refused")
             self.deadline_ns = 0
             self.state.view.set_membership(0)
             self.state.counters["lease_lost"] += 1
@@ -190,7 +213,7 @@ class Lease:
             self._read_back()
 
     def _become_member(self, live_revision: int) -> None:
-        self.phase = Phase.MEMBER
+        self._move("committed or read back")
         self.live_revision = live_revision
         self.state.view.set_membership(self.liveness_epoch)
 

@@ -6,8 +6,10 @@ repetition of deliveries do not matter.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
+from emberkv.messages import Span
 from emberkv.types import NO_VERSION, EntryState, Version
 
 
@@ -35,51 +37,63 @@ def same_version_other_bytes(left: Stamp, right: Stamp) -> bool:
 
 
 class AppliedVector:
-    """Per epoch, which sequence numbers of a shard this replica has processed: {epoch: [(first, last), ...]}.
+    """What this replica has processed of one shard: {epoch: [[first, last], ...]}, ranges ascending and apart.
 
-    In-order streams keep each list at one range; holes show what a pull has to ask for. Ranges are bounded: beyond
-    RANGES_MAX the highest one is forgotten, which is safe, since forgetting only means to process again.
+    In-order streams keep each epoch at one range; a lost message leaves a hole, which a comparison with the primary
+    closes. Bounds: beyond RANGES_MAX the highest range of an epoch is forgotten, which only means to process it again;
+    beyond EPOCHS_MAX the oldest epoch is forgotten and `add` and `union` say so, since what is older counts as
+    processed from then on (the caller raises the shard's floor).
     """
 
     RANGES_MAX = 64
-    EPOCHS_MAX = 16
+    EPOCHS_MAX = 32
 
     def __init__(self) -> None:
-        self.ranges: dict[int, list[tuple[int, int]]] = {}
+        self.ranges: dict[int, list[list[int]]] = {}
 
-    def add(self, version: Version) -> None:
-        """Marks one stamped write as processed."""
-        spans = self.ranges.setdefault(version.epoch, [])
-        seq = version.seq
-        if spans and spans[-1][1] + 1 == seq:
-            spans[-1] = (spans[-1][0], seq)
-            return
-        if spans and spans[-1][0] <= seq <= spans[-1][1]:
-            return
-        self._insert(spans, seq)
-        if len(spans) > self.RANGES_MAX:
-            spans.pop()
-        while len(self.ranges) > self.EPOCHS_MAX:
-            del self.ranges[min(self.ranges)]
+    def add(self, version: Version) -> Version | None:
+        """Marks one stamped write as processed; returns the highest version of an epoch that was forgotten for it."""
+        ranges = self.ranges.get(version.epoch)
+        if ranges is not None and ranges and ranges[-1][1] + 1 == version.seq:
+            ranges[-1][1] += 1  # the usual case: the next one of the stream
+            return None
+        return self._cover(version.epoch, version.seq, version.seq)
 
-    @staticmethod
-    def _insert(spans: list[tuple[int, int]], seq: int) -> None:
-        merged: list[tuple[int, int]] = []
-        first, last = seq, seq
-        for low, high in spans:
+    def _cover(self, epoch: int, first: int, last: int) -> Version | None:
+        ranges = self.ranges.setdefault(epoch, [])
+        merged: list[list[int]] = []
+        for low, high in ranges:
             if high + 1 < first or last + 1 < low:
-                merged.append((low, high))
+                merged.append([low, high])
             else:
                 first, last = min(first, low), max(last, high)
-        merged.append((first, last))
+        merged.append([first, last])
         merged.sort()
-        spans[:] = merged
+        ranges[:] = merged[: self.RANGES_MAX]
+        if len(self.ranges) <= self.EPOCHS_MAX:
+            return None
+        oldest = min(self.ranges)
+        return Version(oldest, self.ranges.pop(oldest)[-1][1])
 
-    def holes(self, epoch: int) -> list[tuple[int, int]]:
-        """Missing ranges below the highest processed number of an epoch."""
-        found, expected = [], 1
-        for low, high in self.ranges.get(epoch, []):
-            if low > expected:
-                found.append((expected, low - 1))
-            expected = high + 1
-        return found
+    def covers(self, version: Version) -> bool:
+        """Was this write processed?"""
+        return any(low <= version.seq <= high for low, high in self.ranges.get(version.epoch, ()))
+
+    def union(self, spans: Iterable[Span]) -> Version | None:
+        """Takes all of `spans` as processed; returns the highest version that was forgotten for it."""
+        forgotten: Version | None = None
+        for span in spans:
+            dropped = self._cover(span.epoch, span.first, span.last)
+            forgotten = max(forgotten, dropped) if forgotten and dropped else dropped or forgotten
+        return forgotten
+
+    def lacks(self, spans: Iterable[Span]) -> bool:
+        """Is anything of `spans` not processed here?"""
+        return any(
+            not any(low <= span.first and span.last <= high for low, high in self.ranges.get(span.epoch, ()))
+            for span in spans
+        )
+
+    def spans(self) -> list[Span]:
+        """All ranges, ascending."""
+        return [Span(epoch, low, high) for epoch in sorted(self.ranges) for low, high in self.ranges[epoch]]

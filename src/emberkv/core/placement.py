@@ -7,13 +7,22 @@ that leaves moves only its own shards.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 
 import xxhash
+
+RANKINGS_KEPT = 8192
+"""Rankings remembered: 256 shards for some dozens of sets of live nodes, a few MB at most."""
 
 
 def ranked(shard: int, nodes: Iterable[str]) -> list[str]:
     """All nodes, best first; the same in every process."""
-    return sorted(nodes, key=lambda node: (-xxhash.xxh3_64_intdigest(f"{shard}/{node}".encode()), node))
+    return list(_ranked(shard, tuple(nodes)))
+
+
+@lru_cache(RANKINGS_KEPT)
+def _ranked(shard: int, nodes: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(sorted(nodes, key=lambda node: (-xxhash.xxh3_64_intdigest(f"{shard}/{node}".encode()), node)))
 
 
 def replicas(shard: int, nodes: Iterable[str], factor: int) -> tuple[str, ...]:

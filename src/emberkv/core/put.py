@@ -6,7 +6,8 @@
                       +--> refused items carry no slot        +-----------------------------------------------
 
 Laws: only a primary with an open lease makes versions. It stamps a put if the key is absent, or its current version is
-not above what the writer had seen, or the put is fresh; a retry or replay may only fill. The gate is asked before the
+not above what the writer had seen, or the put is fresh; a retry or replay may only fill. What was acknowledged before
+it was stamped (an eventual put) is never fresh: it has seen what its accepting node held. The gate is asked before the
 local store and again before the acknowledgement leaves (PutDone.gate_ns). A degraded session put is never "acked" by
 a hint: it is QUEUED.
 """
@@ -19,6 +20,7 @@ from emberkv.core.directory import Entry, make_entry
 from emberkv.core.effects import Fill, PutDone
 from emberkv.core.events import PutBegin, PutFilled
 from emberkv.core.hints import Hint, Hints
+from emberkv.core.learner import Learner
 from emberkv.core.lease import Lease
 from emberkv.core.repair import Repair
 from emberkv.core.state import OPS_MAX, State
@@ -42,7 +44,6 @@ _FENCED = PutOutcome(PutStatus.REFUSED, reason=RefuseReason.FENCED)
 _BAD_BYTES = PutOutcome(PutStatus.REFUSED, reason=RefuseReason.CHECKSUM)
 _UNSUPPORTED = PutOutcome(PutStatus.REFUSED, reason=RefuseReason.LEVEL_UNSUPPORTED)
 _ACCEPTED = PutOutcome(PutStatus.ACCEPTED, copies=1)
-_SUPERSEDED = PutOutcome(PutStatus.SUPERSEDED)
 _COUNTER = {status: f"put_{status.name.lower()}" for status in PutStatus}
 
 
@@ -59,6 +60,8 @@ class PutOp(msgspec.Struct, gc=False):
     """Items that this primary has stored and that wait for more copies: index -> outcome so far."""
     epochs: dict[int, int] = msgspec.field(default_factory=dict)
     """Shards that this node has spoken for as primary, and under which epoch: the acknowledgement needs the same."""
+    spoken: dict[int, int] = msgspec.field(default_factory=dict)
+    """Items that another primary has answered for -> its epoch: what a relay passes on."""
 
 
 class Put:
@@ -69,8 +72,11 @@ class Put:
         self.lease = lease
         self.hints = Hints(state, self.settled)
         self.repair = Repair(state)
-        self.stream = Stream(state, self.hints, self.copied, self.repair.behind, self.repair.filled)
-        self.repair.stream = self.stream
+        self.learner = Learner(state, self.repair)
+        self.stream = Stream(
+            state, self.hints, self.copied, self.repair.behind, self.repair.filled, self.learner.handed_in
+        )
+        self.repair.stream = self.learner.stream = self.stream
         self.ops: dict[int, PutOp] = {}
         self._seq: list[tuple[int, int]] = [(0, 0)] * SHARDS
         """(epoch, last sequence number) this node has used per shard as primary."""
@@ -80,7 +86,7 @@ class Put:
     def on_begin(self, event: PutBegin) -> None:
         """Makes room. A delete has no bytes and goes straight on."""
         count = len(event.items)
-        if event.strong or event.min_copies > self.state.settings.factor:
+        if event.strong or (count and event.min_copies > self.state.factor_of(event.keys[0])):
             outcomes: list[PutOutcome | None] = [_UNSUPPORTED] * count
         elif len(self.ops) >= OPS_MAX:
             outcomes = [_NO_SPACE] * count
@@ -90,7 +96,7 @@ class Put:
         for index, item in enumerate(event.items):
             if outcomes[index] is not None:
                 continue
-            if event.from_peer and not self._may_stamp(shard_of(event.keys[index])):
+            if event.from_peer and not self._takes_forward(event, shard_of(event.keys[index])):
                 outcomes[index] = _FENCED
             elif not event.delete:
                 slots[index] = slot = self.state.directory.reserve(item.length)
@@ -132,7 +138,17 @@ class Put:
         view = self.state.view
         epoch, now_ns = view.primary_epoch[shard], self.state.now_ns
         known = epoch != 0 and view.epoch_seen[shard] <= epoch and now_ns >= view.doubt_until_ns[shard]
-        return known and self.lease.open(now_ns)
+        return known and shard not in self.state.closed and self.lease.open(now_ns)
+
+    def _takes_forward(self, event: PutBegin, shard: int) -> bool:
+        """A forward is for the primary. One that asks to be relayed is taken if this node reaches the primary, one that
+        meets a primary which is handing its shard over waits for the next one."""
+        if self._may_stamp(shard):
+            return True
+        primary = self.state.view.primary_of(shard)
+        if primary == self.state.settings.name:
+            return shard in self.state.closed
+        return event.relay and primary is not None and primary in self.state.peers_up
 
     def _decide(self, op: PutOp, index: int, checksum: bytes) -> PutOutcome | None:
         begin = op.begin
@@ -140,8 +156,6 @@ class Put:
         shard = shard_of(key)
         if self._may_stamp(shard):
             op.epochs[shard] = self.state.view.primary_epoch[shard]
-            if begin.min_copies == 0 and self._evicted_here(key, item, slot):
-                return _SUPERSEDED
             outcome, entry = self._stamp(shard, key, item, slot, checksum, begin.fresh, begin.delete)
             copies_wanted = begin.session and begin.min_copies > 1 and outcome.status is PutStatus.STORED
             if entry is None and copies_wanted:
@@ -153,7 +167,7 @@ class Put:
                 return outcome
             op.copies[index] = outcome
             return None
-        if begin.from_peer:
+        if begin.from_peer and not self._takes_forward(begin, shard):
             if slot is not None:
                 self.state.directory.unref(slot)
             return _FENCED
@@ -167,6 +181,9 @@ class Put:
         """Stores under a new version, or (None) says what is there already; takes over the slot's reference."""
         directory = self.state.directory
         current = directory.shards[shard].get(key)
+        if current is not None and current.expiry_ms and current.expiry_ms <= self.state.wall_ms:
+            directory.remove(current)
+            current = None
         if current is not None and not fresh and current.version > item.seen:
             if slot is not None:
                 directory.unref(slot)
@@ -179,6 +196,14 @@ class Put:
                 return PutOutcome(PutStatus.STORED, current.version, 1), None
             self.state.counters["conflicts"] += 1
             return PutOutcome(PutStatus.SUPERSEDED, current.version), None
+        evicted = directory.evicted.get(key) if current is None else None
+        replay = not fresh and not delete and evicted is not None and evicted.version > item.seen
+        if replay and evicted is not None and evicted.checksum != checksum:
+            # What came after this put was given up for room; only the very same bytes may come back by a replay.
+            if slot is not None:
+                directory.unref(slot)
+            self.state.counters["conflicts"] += 1
+            return PutOutcome(PutStatus.SUPERSEDED, evicted.version), None
         version = self._next_version(shard)
         entry = make_entry(
             key,
@@ -188,22 +213,14 @@ class Put:
             put_id=item.put_id,
             checksum=checksum or b"\0" * 16,
             slot=slot,
-            prev=current.version if current is not None else NO_VERSION,
+            prev=current.version if current is not None else directory.evicted_version(key),
             depth=item.depth,
             parts=item.parts,
+            expiry_ms=0 if delete else self.state.expiry_of(key),
         )
         directory.install(entry)
-        self.stream.mark_applied(shard, entry)
+        self.stream.mark_applied(shard, version)
         return PutOutcome(PutStatus.STORED, version, 1), entry
-
-    def _evicted_here(self, key: bytes, item: PutItem, slot: Slot | None) -> bool:
-        """A learner hands in what this primary had, and gave up for space: it need not come back."""
-        evicted = self.state.directory.evicted.get(key)
-        if evicted is None or evicted < item.seen:
-            return False
-        if slot is not None:
-            self.state.directory.unref(slot)
-        return True
 
     def _next_version(self, shard: int) -> Version:
         epoch = self.state.view.primary_epoch[shard]
@@ -246,7 +263,7 @@ class Put:
         outcome = op.copies[index]
         op.copies[index] = outcome = outcome._replace(copies=outcome.copies + 1)
         if outcome.copies >= op.begin.min_copies:
-            self.settled(op_number, index, op.copies.pop(index))
+            self.settled(op_number, index, op.copies.pop(index), 0)
 
     # -- as an accepting node --------------------------------------------------------------------------------
 
@@ -257,7 +274,9 @@ class Put:
         directory = self.state.directory
         current = directory.get(key)
         same = current is not None and current.state is EntryState.COMMITTED and current.checksum == checksum
-        if same and not begin.session and slot is not None and key not in self.hints.pending:
+        expired = current is not None and 0 < current.expiry_ms <= self.state.wall_ms
+        plain = not begin.session and not begin.from_peer and key not in self.hints.pending
+        if same and plain and slot is not None and not expired:
             directory.unref(slot)
             directory.residency.touch([key])
             return _ACCEPTED
@@ -271,24 +290,32 @@ class Put:
             depth=item.depth,
             parts=item.parts,
         )
-        stated = PutItem(
-            item.key, item.put_id, item.length, entry.checksum, item.seen, item.depth, item.part, item.parts
-        )
-        waits = op.op if begin.session else 0
+        # Its writer is told that it is accepted before the primary has heard of it, so it must not overwrite what is
+        # put after that; it follows what this node holds. A delete may: what it takes away can be computed again.
+        waits = op.op if begin.session or begin.from_peer else 0
+        fresh = begin.fresh and (waits != 0 or begin.delete)
+        # What is retried or relayed was accepted earlier: it follows only what it followed then.
+        follows = begin.fresh and not begin.session and not begin.from_peer
+        seen = max(item.seen, current.version) if follows and current is not None else item.seen
+        stated = PutItem(item.key, item.put_id, item.length, entry.checksum, seen, item.depth, item.part, item.parts)
         copies = max(begin.min_copies, 1)
-        hint = Hint(entry, stated, begin.session, begin.fresh, copies, waits, index, self.state.now_ns)
+        hint = Hint(
+            entry, stated, begin.session, fresh, copies, waits, index, self.state.now_ns, relayed=bool(begin.from_peer)
+        )
         if not self.hints.add(hint):
             return _NO_SPACE
-        return None if begin.session else _ACCEPTED
+        return None if waits else _ACCEPTED
 
     # -- acknowledging ---------------------------------------------------------------------------------------
 
-    def settled(self, op_number: int, index: int, outcome: PutOutcome) -> None:
-        """An item that was waited for has its outcome."""
+    def settled(self, op_number: int, index: int, outcome: PutOutcome, authority: int) -> None:
+        """An item that was waited for has its outcome, from the primary of this epoch (0: none spoke)."""
         op = self.ops.get(op_number)
         if op is None or op.outcomes[index] is not None:
             return
         op.outcomes[index] = outcome
+        if authority:
+            op.spoken[index] = authority
         if op.filled and op.open_items:
             op.open_items -= 1
             self._finish(op)
@@ -305,7 +332,10 @@ class Put:
             self.state.counters[_COUNTER[outcome.status]] += 1
         # At least 1: a lease that is lost altogether must not look like no gate.
         gate_ns = max(self.lease.deadline_ns, 1) if op.epochs else 0
-        authorities = [op.epochs.get(shard_of(key), 0) for key in op.begin.keys] if op.begin.from_peer else []
+        authorities: list[int] = []
+        if op.begin.from_peer:
+            shards = enumerate(map(shard_of, op.begin.keys))
+            authorities = [op.spoken.get(index) or op.epochs.get(shard, 0) for index, shard in shards]
         self.state.out.append(PutDone(op.op, outcomes, gate_ns, authorities))
 
     def _withdraw(self, op: PutOp, outcomes: list[PutOutcome]) -> None:
@@ -334,6 +364,8 @@ class Put:
             else:
                 op.outcomes[index] = PutOutcome(PutStatus.QUEUED, copies=1)
         op.open_items = 0
+        if op.begin.from_peer:
+            self.hints.cancel(op.op, op.begin.keys)
         self.hints.release(op.op, op.begin.keys)
         self._finish(op)
 

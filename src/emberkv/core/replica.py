@@ -13,10 +13,12 @@ from emberkv.core import events as ev
 from emberkv.core.effects import Connect, Effect
 from emberkv.core.failover import Failover
 from emberkv.core.get import Reads
+from emberkv.core.handover import Handover
 from emberkv.core.lease import Lease
 from emberkv.core.put import Put
 from emberkv.core.state import Settings, State
 from emberkv.ports import Tier
+from emberkv.types import SHARDS
 
 
 class Replica:
@@ -25,10 +27,15 @@ class Replica:
     def __init__(self, settings: Settings, tier: Tier) -> None:
         self.state = State(settings, tier)
         self.lease = Lease(self.state)
-        self.failover = Failover(self.state, self.lease)
         self.put = Put(self.state, self.lease)
+        self.handover = Handover(self.state, self.lease, self.put.repair, self.put.stream)
+        self.failover = Failover(self.state, self.lease, self.handover)
         self.failover.caught_up = self.put.repair.complete
-        self.reads = Reads(self.state, self.put.hints)
+        self.reads = Reads(self.state, self.put.hints, self.put.stream, self.put.learner.ask_to_compare)
+        self._swept = 0
+        """Next shard to be looked through for what has expired or was dropped."""
+        self._sweeping: set[bytes] = set()
+        """Dropped scopes that this round of the sweep removes."""
         self._peers: dict[str, str] = {}
         self._incarnations: dict[str, bytes] = {}
         self._handlers: dict[type[ev.Event], Callable[[Any], None]] = {
@@ -43,10 +50,12 @@ class Replica:
             ev.PutAborted: lambda event: self.put.abort(event.op),
             ev.ReplicaBegin: self.put.stream.on_begin,
             ev.ReplicaFilled: self.put.stream.on_filled,
-            ev.OfferArrived: self.put.repair.on_offer,
+            ev.OfferArrived: self.put.learner.on_offer,
+            ev.VectorArrived: self.put.learner.on_vector,
             ev.PutAnswered: self._on_put_answered,
             ev.ReplicateAnswered: lambda event: self.put.stream.on_answer(event.peer, event.request, event.reply),
-            ev.OfferAnswered: lambda event: self.put.repair.on_answer(event.peer, event.request, event.reply),
+            ev.OfferAnswered: lambda event: self.put.repair.on_offer_answer(event.peer, event.request, event.reply),
+            ev.VectorAnswered: lambda event: self.put.repair.on_vector_answer(event.peer, event.request, event.reply),
             ev.PeerUp: self._on_peer_up,
             ev.PeerDown: self._on_peer_down,
             ev.Records: self._on_records,
@@ -73,11 +82,29 @@ class Replica:
             unref(slot)
 
     def _on_tick(self, event: ev.Tick) -> None:
+        state = self.state
+        state.wall_ms = event.wall_ms or state.wall_ms
+        state.directory.now_ns = event.now_ns
+        state.directory.forget_tombstones(event.now_ns - state.settings.tombstone_retention_ns)
+        self._sweep()
         self.lease.on_tick(event.now_ns)
         self.failover.on_tick(event.now_ns)
         self.put.on_tick(event.now_ns)
         self.put.repair.on_tick()
         self.reads.on_tick(event.now_ns)
+
+    def _sweep(self) -> None:
+        """One shard a tick: room taken by what nobody can read any more."""
+        view = self.state.view
+        if self._swept == 0:
+            if not view.dead_scopes and not view.expiring:
+                return
+            self._sweeping = set(view.dead_scopes)
+        dead = self._sweeping & view.dead_scopes
+        self.state.counters["swept"] += self.state.directory.sweep(self._swept, self.state.wall_ms, dead)
+        self._swept = (self._swept + 1) % SHARDS
+        if self._swept == 0:
+            view.dead_scopes -= self._sweeping
 
     def _on_peer_up(self, event: ev.PeerUp) -> None:
         self.state.peers_up.add(event.peer)
@@ -93,7 +120,7 @@ class Replica:
     def _on_records(self, event: ev.Records) -> None:
         view = self.state.view
         before = list(view.primary_epoch)
-        view.apply(event.records, event.deleted, full=event.full, now_ns=event.now_ns)
+        view.apply(event.records, event.deleted, full=event.full, now_ns=event.now_ns, revision=event.revision)
         for key in view.undecodable:
             self.state.note(f"coordinator record {key!r} cannot be decoded: is another version running?")
         view.undecodable.clear()
@@ -102,6 +129,7 @@ class Replica:
         self.lease.on_records(event.now_ns, full=event.full)
         if not view.roles_changed:
             return  # heartbeats only, several times a lease: nothing else follows from them
+        self.handover.on_records()
         self._after_roles(before, [shard for shard, owner in enumerate(view.owners) if owner is not None])
         if self.lease.open(event.now_ns):
             self.failover.take(event.now_ns)
@@ -128,13 +156,19 @@ class Replica:
         renewed = {shard for shard in shards if after[shard] != before[shard]}
         for shard in renewed:
             self.put.repair.complete.pop(shard, None)
+            self.put.learner.forget(shard)
+        self.put.stream.on_roles(shards, renewed)
+        self.state.review.update(shard for shard in shards if after[shard])
         self.put.repair.on_roles([shard for shard in shards if after[shard]], renewed)
 
     def _on_committed(self, event: ev.Committed) -> None:
         before = list(self.state.view.primary_epoch)
         if self.lease.on_committed(event):
             return
+        given = self.handover.on_committed(event)
         written = self.failover.on_committed(event)
-        if written:
+        if given:
+            written = [shard for shard, epoch in enumerate(self.state.view.primary_epoch) if epoch != before[shard]]
+        if written or given:
             self._after_roles(before, written)
             self.put.hints.flush(self.put.apply_hint)

@@ -6,15 +6,17 @@ Limits: bounds that keep memory finite stand here, each with its reason.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import msgspec
 
 from emberkv.core.directory import Directory
 from emberkv.core.effects import Effect, Note, Send
 from emberkv.core.view import ClusterView
+from emberkv.errors import ConfigError
 from emberkv.messages import Message, NodeAddress
 from emberkv.ports import Slot, Tier
-from emberkv.types import BLOCK_BYTES_MAX
+from emberkv.types import BLOCK_BYTES_MAX, SCOPE_BYTES
 
 HINTS_MAX = 65536
 """Waiting hints; beyond it the oldest is dropped and counted (P8)."""
@@ -41,9 +43,15 @@ class Settings(msgspec.Struct, frozen=True):
     ttl_ns: int = 2_000_000_000
     drift: float = 0.0
     margin_ns: int = 300_000_000
+    heartbeat_every_ns: int = 0
+    """Renewal period that the operator states; 0: ttl / 3."""
     commit_ns: int = 50_000_000
     """c of the budget: coordinator commit, p99.9."""
     hint_bytes_max: int = 256 << 20
+    hint_age_max_ns: int = 900_000_000_000
+    """A hint that waited longer is dropped and counted: its key may have been deleted and that forgotten by now."""
+    tombstone_retention_ns: int = 3_600_000_000_000
+    """How long a delete is remembered; a node that was away for longer drops what it cannot prove to be alive."""
     block_bytes_max: int = BLOCK_BYTES_MAX
     """Longest block that fits into a slab of this node's arena."""
     previous_incarnation: bytes = b""
@@ -51,8 +59,8 @@ class Settings(msgspec.Struct, frozen=True):
 
     @property
     def heartbeat_ns(self) -> int:
-        """Renewal period: ttl / 3."""
-        return self.ttl_ns // 3
+        """Renewal period: ttl / 3, or what the operator states."""
+        return self.heartbeat_every_ns or self.ttl_ns // 3
 
     @property
     def grace_ns(self) -> int:
@@ -70,9 +78,29 @@ class State:
         self.counters: Counter[str] = Counter()
         self.out: list[Effect] = []
         self.now_ns = 0
+        self.lease_open: Callable[[], bool] = lambda: False
+        """Is this node's lease open now? Set by the lease."""
+        self.wall_ms = 0
+        """Wall clock of the last tick; for the expiry of blocks and nothing else."""
         self.peers_up: set[str] = set()
+        self.review: set[int] = set()
+        """Shards of this node whose owner record may have to change: failover looks at these alone."""
+        self.closed: dict[int, int] = {}
+        """Shards whose gate this node keeps closed while it hands them over (failover.py) -> revision of the record."""
         self._next_request = 1 << 31
+        if settings.hint_age_max_ns >= settings.tombstone_retention_ns:
+            raise ConfigError("hint_age_max must be shorter than tombstone_retention, or a hint undoes a delete")
         """Requests and commits of the core count from 2**31 up; ops of the runtime lie below."""
+
+    def factor_of(self, key: bytes) -> int:
+        """Copies that the namespace of an internal key wants; never more than the shard has replicas."""
+        policy = self.view.policies.get(key[:SCOPE_BYTES])
+        return min(policy.factor, self.settings.factor) if policy is not None else self.settings.factor
+
+    def expiry_of(self, key: bytes) -> int:
+        """Wall-clock milliseconds at which a block stamped now expires; 0: never."""
+        policy = self.view.policies.get(key[:SCOPE_BYTES])
+        return self.wall_ms + policy.expiry_ms if policy is not None and policy.expiry_ms else 0
 
     def request_id(self) -> int:
         """A number that no other request or commit of this core carries at the same time."""

@@ -1,33 +1,46 @@
 """The in-order stream of stamped writes from a primary to its backups and learners (design 2, 3).
 
 Sending: the entries that one step stamps leave as one message per peer. A copy counts when the backup says STORED
-or STALE. What cannot be sent, or is lost with a connection, marks the (peer, shard) as behind; repair compares heads.
+or STALE. What cannot be sent, or is lost with a connection, marks the (peer, shard) as behind; repair compares.
 Receiving: one gate (authority against the highest epoch known), then merge = max. An authority that this node has not
-heard of is not believed: it is answered FENCED with epoch 0, and the sender tries again through repair.
+heard of is not believed: it is answered FENCED with epoch 0, and the sender tries again through repair. The epoch
+inside an item's version is data: it is merged and never gated.
+Law: on a replica, what the directory holds under a version the applied vector covers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import IntEnum
 
 import msgspec
 
+from emberkv.core import rebalance
 from emberkv.core.directory import Entry, make_entry
 from emberkv.core.effects import Fill, ReplicaDone
 from emberkv.core.events import ReplicaBegin, ReplicaFilled
-from emberkv.core.hints import REJECTIONS_MAX, Hint, Hints
+from emberkv.core.hints import REJECTIONS_MAX, Hints
 from emberkv.core.merge import AppliedVector, merge, same_version_other_bytes, stamp_of
 from emberkv.core.state import ANSWER_OVERDUE_LEASES, OPS_MAX, SEND_BYTES_MAX, State
-from emberkv.messages import PutItem, ReplicaItem, ReplicaStatus, Replicate, ReplicateReply
+from emberkv.messages import ReplicaItem, ReplicaStatus, Replicate, ReplicateReply, Span
 from emberkv.ports import Slot
-from emberkv.types import BATCH_KEYS_MAX, KEY_BYTES, SHARDS, EntryState, shard_of
+from emberkv.types import BATCH_KEYS_MAX, NO_VERSION, SHARDS, EntryState, Version, shard_of
 
-HANDED_IN_MAX = 1024
-"""Hints beyond which a learner hands nothing in: fresh puts go first, and reads find its copies anyway."""
 REJECTED_MEMORY_MAX = 1024
 """Keys whose checksum failures are counted; all are forgotten beyond it, which only means to try again."""
 BACKLOG_ITEMS_MAX = 8192
 """Unanswered items per peer; who falls out of it catches up by repair."""
+
+
+class Why(IntEnum):
+    """Why an entry is sent."""
+
+    STREAM = 0
+    """Just stamped here."""
+    FILL = 1
+    """Repair: the replica lacks it."""
+    SURPLUS = 2
+    """From a replica to its primary, which lacks it."""
 
 
 class Sent(msgspec.Struct, gc=False):
@@ -36,7 +49,7 @@ class Sent(msgspec.Struct, gc=False):
     entry: Entry
     op: int = 0
     index: int = 0
-    fill: bool = False
+    why: Why = Why.STREAM
     payload: bool = True
 
 
@@ -51,10 +64,13 @@ class Flight(msgspec.Struct, gc=False):
 class Receiving(msgspec.Struct, gc=False):
     """One stream message whose payload is being read."""
 
+    peer: str
     items: list[ReplicaItem]
     statuses: list[int]
     epochs: list[int]
     slots: list[Slot | None]
+    fill: bool
+    surplus: bool
 
 
 class Stream:
@@ -67,12 +83,17 @@ class Stream:
         copied: Callable[[int, int, str], None],
         behind: Callable[[str, int], None],
         filled: Callable[[str, int, bool], None],
+        handed_in: Callable[[Entry, int | None], None],
     ) -> None:
+        """`copied(op, index, peer)`: a replica holds an item. `behind(peer, shard)`: it may lack something.
+        `filled(peer, shard, arrived)`: one item of repair was answered. `handed_in(entry, status)`: the primary
+        answered one item of our surplus; None: it was lost."""
         self.state = state
         self.hints = hints
         self.copied = copied
         self.behind = behind
         self.filled = filled
+        self.handed_in = handed_in
         self.applied: list[AppliedVector | None] = [None] * SHARDS
         self.flights: dict[int, Flight] = {}
         self._batch: dict[str, list[Sent]] = {}
@@ -96,10 +117,17 @@ class Stream:
                 continue
             self._queue(peer, Sent(entry, op, index, payload=peer != accepted_at))
 
-    def fill(self, peer: str, entries: list[Entry]) -> None:
-        """Sends entries to a learner that asked for them."""
+    def send_all(self, peer: str, entries: list[Entry], why: Why) -> None:
+        """Sends entries that repair has found missing at the other side."""
         for entry in entries:
-            self._queue(peer, Sent(entry, fill=True))
+            self._queue(peer, Sent(entry, why=why))
+
+    def flying(self, peer: str, shard: int) -> bool:
+        """Is anything of a shard on its way to a peer and not answered yet?"""
+        return any(
+            flight.peer == peer and any(sent.entry.shard == shard for sent in flight.sent)
+            for flight in self.flights.values()
+        )
 
     def _queue(self, peer: str, sent: Sent) -> None:
         self._batch.setdefault(peer, []).append(sent)
@@ -115,20 +143,36 @@ class Stream:
             size = 0
             for sent in queued:
                 full = len(piece) == BATCH_KEYS_MAX or size + sent.entry.length > SEND_BYTES_MAX
-                if piece and (full or sent.fill != piece[0].fill):
+                if piece and (full or sent.why != piece[0].why):
                     self._send(peer, piece)
                     piece, size = [], 0
                 piece.append(sent)
                 size += sent.entry.length
             self._send(peer, piece)
 
+    def _keeps(self, peer: str, entry: Entry) -> bool:
+        """Does the block's namespace want a copy at this replica? One that wants fewer than the shard has replicas is
+        kept by the first ones after the primary, and by those where placement would have it (a move is under way)."""
+        factor = self.state.factor_of(entry.key)
+        owner = self.state.view.owners[entry.shard]
+        if owner is None or factor >= self.state.settings.factor:
+            return True
+        others = [name for name in owner.replicas if name != owner.primary]
+        return peer in others[: factor - 1] or peer in rebalance.proposed(self.state.view, entry.shard, factor)
+
     def _send(self, peer: str, piece: list[Sent]) -> None:
-        epochs = self.state.view.primary_epoch
+        view, why = self.state.view, piece[0].why
+        # A replica that hands in speaks under its primary's epoch, which is the highest that it knows.
+        epochs = view.epoch_seen if why is Why.SURPLUS else view.primary_epoch
         items, slots = [], []
         for sent in piece:
             entry = sent.entry
-            # Bytes that were replaced or evicted between stamping and sending are not sent: repair compares later.
-            payload = sent.payload and entry.slot is not None and self.state.directory.is_current(entry)
+            here = entry.slot is not None and self.state.directory.is_current(entry)
+            wanted = why is Why.SURPLUS or self._keeps(peer, entry)
+            # Bytes that were replaced or evicted since cannot be sent: the other side still has to know of the write,
+            # so that it keeps nothing older.
+            skip = entry.state is EntryState.COMMITTED and (not wanted or (sent.payload and not here))
+            payload = sent.payload and here and not skip
             if payload and entry.slot is not None:
                 slots.append(entry.slot)
             items.append(
@@ -143,10 +187,13 @@ class Stream:
                     entry.depth,
                     int(entry.state),
                     entry.parts,
-                    payload=payload,
+                    entry.expiry_ms,
+                    payload,
+                    skip=skip,
                 )
             )
-        request = self.state.send(peer, Replicate(items, fill=piece[0].fill), slots)
+        message = Replicate(items, fill=why is Why.FILL, surplus=why is Why.SURPLUS)
+        request = self.state.send(peer, message, slots)
         self.flights[request] = Flight(peer, piece, self.state.now_ns)
 
     def on_answer(self, peer: str, request: int, reply: ReplicateReply) -> None:
@@ -164,19 +211,22 @@ class Stream:
 
     def _answered(self, peer: str, sent: Sent, status: int, epoch: int) -> None:
         shard = sent.entry.shard
-        if status in (ReplicaStatus.STORED, ReplicaStatus.STALE, ReplicaStatus.NO_SPACE):
-            if sent.fill:
+        if status == ReplicaStatus.FENCED:
+            self.doubt(shard, epoch)
+        if sent.why is Why.SURPLUS:
+            if status == ReplicaStatus.CHECKSUM and self._hopeless(sent.entry):
+                status = ReplicaStatus.STALE  # the bytes are bad here, and nobody has others of this version
+            self.handed_in(sent.entry, status)
+        elif status in (ReplicaStatus.STORED, ReplicaStatus.STALE, ReplicaStatus.NO_SPACE):
+            if sent.why is Why.FILL:
                 self.filled(peer, shard, True)
             elif sent.op and status != ReplicaStatus.NO_SPACE:
                 self.copied(sent.op, sent.index, peer)
-        elif status == ReplicaStatus.NEED_PAYLOAD and not sent.payload and self.state.directory.is_current(sent.entry):
-            self._queue(peer, Sent(sent.entry, sent.op, sent.index, sent.fill))
+        elif status == ReplicaStatus.NEED_PAYLOAD and not sent.payload:
+            self._queue(peer, Sent(sent.entry, sent.op, sent.index, sent.why))
+        elif status == ReplicaStatus.CHECKSUM and sent.why is Why.FILL and self._hopeless(sent.entry):
+            self.filled(peer, shard, True)
         else:
-            if status == ReplicaStatus.FENCED:
-                self.doubt(shard, epoch)
-            if status == ReplicaStatus.CHECKSUM and sent.fill and self._hopeless(sent.entry):
-                self.filled(peer, shard, True)
-                return
             self._lost(peer, sent)
 
     def _hopeless(self, entry: Entry) -> bool:
@@ -197,7 +247,9 @@ class Stream:
             self.state.counters["fenced_by_peer"] += 1
 
     def _lost(self, peer: str, sent: Sent) -> None:
-        if sent.fill:
+        if sent.why is Why.SURPLUS:
+            self.handed_in(sent.entry, None)
+        elif sent.why is Why.FILL:
             self.filled(peer, sent.entry.shard, False)
         else:
             self.behind(peer, sent.entry.shard)
@@ -232,25 +284,35 @@ class Stream:
             return False, 0
         return True, 0
 
+    def _admits(self, event: ReplicaBegin, item: ReplicaItem) -> tuple[bool, int]:
+        """The gate for one item: its primary speaks, or (surplus) a replica speaks to its primary."""
+        shard = shard_of(item.key)
+        if not event.surplus:
+            return self.gate(shard, event.peer, item.authority)
+        view = self.state.view
+        return item.authority == view.primary_epoch[shard] != 0, view.epoch_seen[shard]
+
     def on_begin(self, event: ReplicaBegin) -> None:
         """Checks authority and makes room; the bytes come next."""
-        if len(self._receiving) >= OPS_MAX:
-            statuses = [int(ReplicaStatus.NO_SPACE)] * len(event.items)
-        else:
-            statuses = [int(ReplicaStatus.STORED)] * len(event.items)
+        first = ReplicaStatus.NO_SPACE if len(self._receiving) >= OPS_MAX else ReplicaStatus.STORED
+        statuses = [int(first)] * len(event.items)
         epochs = [0] * len(event.items)
         slots: list[Slot | None] = []
         for index, item in enumerate(event.items):
-            allowed, epoch = self.gate(shard_of(item.key), event.peer, item.authority)
+            allowed, epoch = self._admits(event, item)
             slot = None
             if not allowed:
                 statuses[index], epochs[index] = int(ReplicaStatus.FENCED), epoch
+            elif item.skip:
+                statuses[index] = int(ReplicaStatus.NO_SPACE)
             elif statuses[index] == ReplicaStatus.STORED and item.payload:
                 slot = self.state.directory.reserve(item.length)
                 if slot is None:
                     statuses[index] = int(ReplicaStatus.NO_SPACE)
             slots.append(slot)
-        self._receiving[event.op] = Receiving(event.items, statuses, epochs, slots)
+        self._receiving[event.op] = Receiving(
+            event.peer, event.items, statuses, epochs, slots, event.fill, event.surplus
+        )
         self.state.out.append(Fill(event.op, slots))
 
     def on_filled(self, event: ReplicaFilled) -> None:
@@ -258,40 +320,79 @@ class Stream:
         receiving = self._receiving.pop(event.op, None)
         if receiving is None:
             return
-        epoch_seen = self.state.view.epoch_seen
-        for index, (item, slot, checksum) in enumerate(
-            zip(receiving.items, receiving.slots, event.checksums, strict=True)
-        ):
-            if receiving.statuses[index] == ReplicaStatus.STORED and item.authority < epoch_seen[shard_of(item.key)]:
-                # A higher epoch was learned while the bytes came in.
-                receiving.statuses[index] = int(ReplicaStatus.FENCED)
-                receiving.epochs[index] = epoch_seen[shard_of(item.key)]
-                if slot is not None:
-                    self.state.directory.unref(slot)
-            if receiving.statuses[index] == ReplicaStatus.NO_SPACE:
-                self._no_space(item)
-            if receiving.statuses[index] != ReplicaStatus.STORED:
-                continue
-            if item.payload and checksum != item.checksum:
-                receiving.statuses[index] = int(ReplicaStatus.CHECKSUM)
-                if slot is not None:
-                    self.state.directory.unref(slot)
-                continue
-            receiving.statuses[index] = int(self._merge_in(item, slot))
+        grown: set[int] = set()
+        for index, checksum in enumerate(event.checksums):
+            shard = shard_of(receiving.items[index].key)
+            vector = self.vector(shard)
+            before = vector.covers(receiving.items[index].version)
+            self._take(receiving, index, shard, checksum)
+            if receiving.surplus and not before and vector.covers(receiving.items[index].version):
+                grown.add(shard)
         self.state.directory.residency.arrived([item.key for item in receiving.items])
         self.state.out.append(ReplicaDone(event.op, ReplicateReply(receiving.statuses, receiving.epochs)))
+        for shard in sorted(grown):
+            # What one replica handed in, the others have to process too: the next comparison finds it missing there.
+            self.others_behind(shard, receiving.peer)
 
-    def _no_space(self, item: ReplicaItem) -> None:
-        """The write counts as processed although there was no room for it: nothing older may stay in its place."""
+    def others_behind(self, shard: int, but: str) -> None:
+        """This primary has processed something that it did not stamp: its other replicas are compared anew."""
+        owner = self.state.view.owners[shard]
+        for peer in owner.replicas if owner is not None else ():
+            if peer not in (but, self.state.settings.name):
+                self.behind(peer, shard)
+
+    def _take(self, receiving: Receiving, index: int, shard: int, checksum: bytes | None) -> None:
+        """Decides one item whose bytes are here; its slot is kept by the entry or given back."""
+        item, slot = receiving.items[index], receiving.slots[index]
+        seen = self.state.view.epoch_seen[shard]
+        if receiving.statuses[index] == ReplicaStatus.STORED and item.authority < seen:
+            # A higher epoch was learned while the bytes came in.
+            receiving.statuses[index], receiving.epochs[index] = int(ReplicaStatus.FENCED), seen
+            self._drop(slot)
+        elif receiving.statuses[index] == ReplicaStatus.NO_SPACE:
+            self._no_space(item, slot, replaced=receiving.surplus)
+        elif receiving.statuses[index] == ReplicaStatus.STORED:
+            if item.payload and checksum != item.checksum:
+                receiving.statuses[index] = int(ReplicaStatus.CHECKSUM)
+                self._drop(slot)
+            elif self._is_gone(receiving, item, shard):
+                receiving.statuses[index] = int(ReplicaStatus.STALE)
+                self._drop(slot)
+                self.mark_applied(shard, item.version)
+            else:
+                receiving.statuses[index] = int(self._merge_in(shard, item, slot))
+
+    def _drop(self, slot: Slot | None) -> None:
+        if slot is not None:
+            self.state.directory.unref(slot)
+
+    def _is_gone(self, receiving: Receiving, item: ReplicaItem, shard: int) -> bool:
+        """Is it certain that this version shall not be stored here, whatever is?"""
         directory = self.state.directory
+        if item.expiry_ms and item.expiry_ms <= self.state.wall_ms:
+            current = directory.get(item.key)
+            if current is not None and current.version < item.version:
+                directory.remove(current)
+            return True
+        evicted = directory.evicted_version(item.key)
+        repairing = receiving.fill or receiving.surplus
+        if evicted > item.version or (repairing and evicted == item.version):
+            return True  # repair never brings back what this node gave up for room, and nothing older comes after it
+        return receiving.surplus and item.version <= directory.floors[shard]
+
+    def _no_space(self, item: ReplicaItem, slot: Slot | None, *, replaced: bool) -> None:
+        """The write counts as processed although it is not kept: nothing older may stay in its place. `replaced`: it is
+        sure that there was something older, though the item does not say what."""
+        directory = self.state.directory
+        self._drop(slot)
         current = directory.get(item.key)
         if current is None:
-            directory.remember_evicted(item.key, max(item.version, directory.evicted.get(item.key, item.version)))
+            directory.remember_evicted(item.key, item.version, replaced=replaced or item.prev != NO_VERSION)
         elif current.version < item.version:
             directory.evict(current, item.version)
-        self._mark_applied(item)
+        self.mark_applied(shard_of(item.key), item.version)
 
-    def _merge_in(self, item: ReplicaItem, slot: Slot | None) -> ReplicaStatus:
+    def _merge_in(self, shard: int, item: ReplicaItem, slot: Slot | None) -> ReplicaStatus:
         directory = self.state.directory
         current = directory.get(item.key)
         state = EntryState(item.state)
@@ -302,9 +403,8 @@ class Stream:
                 self.state.note(f"ALARM: version {item.version} names two contents of one key", alarm=True)
                 self.state.counters["version_conflicts"] += 1
             if merge(mine, theirs) == mine:
-                if slot is not None:
-                    directory.unref(slot)
-                self._mark_applied(item)
+                self._drop(slot)
+                self.mark_applied(shard, item.version)
                 return ReplicaStatus.STORED if mine == theirs else ReplicaStatus.STALE
         if state is EntryState.COMMITTED and slot is None:
             slot = self.adopt(item.key, item.checksum)
@@ -321,9 +421,11 @@ class Stream:
                 prev=item.prev,
                 depth=item.depth,
                 parts=item.parts,
+                expiry_ms=item.expiry_ms,
+                shard=shard,
             )
         )
-        self._mark_applied(item)
+        self.mark_applied(shard, item.version)
         return ReplicaStatus.STORED
 
     def adopt(self, key: bytes, checksum: bytes) -> Slot | None:
@@ -334,33 +436,37 @@ class Stream:
                 return self.state.directory.ref(entry.slot)
         return None
 
-    def hand_in(self, entry: Entry) -> None:
-        """Asks the primary to stamp anew what this learner holds above it (repair.py)."""
-        if self.hints.count() >= HANDED_IN_MAX or entry.key in self.hints.pending:
-            return
-        if entry.slot is not None:
-            self.state.directory.ref(entry.slot)
-        # It has seen its own version, so it wins against anything lower; min_copies 0: nobody waits for it, and a
-        # primary that evicted it on purpose need not take it back.
-        item = PutItem(
-            entry.key[-KEY_BYTES:],
-            entry.put_id,
-            entry.length,
-            entry.checksum,
-            entry.version,
-            entry.depth,
-            0,
-            entry.parts,
-        )
-        self.hints.add(Hint(entry, item, session=False, fresh=False, min_copies=0))
-        self.state.counters["handed_in"] += 1
+    # -- what is processed -----------------------------------------------------------------------------------
 
-    def _mark_applied(self, item: ReplicaItem) -> None:
-        self.mark_applied(shard_of(item.key), item)
-
-    def mark_applied(self, shard: int, item: ReplicaItem | Entry) -> None:
-        """Notes a stamped write as processed."""
+    def vector(self, shard: int) -> AppliedVector:
+        """The applied vector of a shard, made when it is first asked for."""
         vector = self.applied[shard]
         if vector is None:
             vector = self.applied[shard] = AppliedVector()
-        vector.add(item.version)
+        return vector
+
+    def mark_applied(self, shard: int, version: Version) -> None:
+        """Notes a stamped write as processed."""
+        self._forgotten(shard, self.vector(shard).add(version))
+
+    def mark_all_applied(self, shard: int, spans: list[Span]) -> None:
+        """Notes ranges of stamped writes as processed."""
+        self._forgotten(shard, self.vector(shard).union(spans))
+
+    def _forgotten(self, shard: int, version: Version | None) -> None:
+        if version is not None:
+            self.state.directory.raise_floor(shard, version)
+
+    def on_roles(self, shards: list[int], renewed: set[int]) -> None:
+        """A node that is no replica of a shard keeps no vector of it: its copies are near copies then. One that speaks
+        for a shard anew speaks for all that it holds of it."""
+        name, view = self.state.settings.name, self.state.view
+        for shard in shards:
+            owner = view.owners[shard]
+            if owner is None or name not in owner.replicas:
+                self.applied[shard] = None
+        for shard in renewed:
+            if view.primary_epoch[shard]:
+                for entry in self.state.directory.entries(shard):
+                    if entry.version != NO_VERSION and not self.vector(shard).covers(entry.version):
+                        self.mark_applied(shard, entry.version)

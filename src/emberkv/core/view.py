@@ -7,25 +7,31 @@ be missed. A record that cannot be decoded is left out and named; it never stops
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from emberkv.messages import HeartbeatRecord, LiveRecord, MapReply, NodeAddress, ShardOwner
+from emberkv.messages import DrainRecord, HeartbeatRecord, LiveRecord, MapReply, NodeAddress, ShardOwner
 from emberkv.ports import Record
-from emberkv.types import SHARDS
+from emberkv.types import SHARDS, Namespace, scope_of
 
 HEARTBEAT_PREFIX = "hb/"
 LIVE_PREFIX = "live/"
 OWNER_PREFIX = "own/"
+DRAIN_PREFIX = "drain/"
+NAMESPACE_PREFIX = "ns/"
+PREFIXES = (HEARTBEAT_PREFIX, LIVE_PREFIX, OWNER_PREFIX, DRAIN_PREFIX, NAMESPACE_PREFIX)
+"""All that a node watches."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_live = msgspec.msgpack.Decoder(LiveRecord).decode
 _decode_owner = msgspec.msgpack.Decoder(ShardOwner).decode
 _decode_heartbeat = msgspec.msgpack.Decoder(HeartbeatRecord).decode
+_decode_drain = msgspec.msgpack.Decoder(DrainRecord).decode
+_decode_namespace = msgspec.msgpack.Decoder(Namespace).decode
 
 
-def encode_record(record: LiveRecord | ShardOwner | HeartbeatRecord) -> bytes:
+def encode_record(record: LiveRecord | ShardOwner | HeartbeatRecord | DrainRecord | Namespace) -> bytes:
     """The value of a coordinator record."""
     return _encode(record)
 
@@ -66,17 +72,31 @@ class ClusterView:
         """This node's epoch for each shard it is primary of by record; 0 elsewhere. The lease gate comes on top."""
         self.epoch_seen: list[int] = [0] * SHARDS
         """Highest epoch known per shard: streams of lower authority are refused."""
+        self.vacant: set[int] = set(range(SHARDS))
+        """Shards without a primary that lives: kept with the records, so that a tick looks at these alone."""
+        self.drains: dict[str, DrainRecord] = {}
+        self.drain_revision: dict[str, int] = {}
+        self.namespaces: dict[str, Namespace] = {}
+        self.namespace_revision: dict[str, int] = {}
+        """Mod revision of ns/ records: what a change of a policy compares."""
+        self.policies: dict[bytes, Namespace] = {}
+        """Namespaces that are there, by scope."""
+        self.dead_scopes: set[bytes] = set()
+        """Scopes of dropped or re-created namespaces that were seen alive: what they hold can go."""
         self.undecodable: list[str] = []
         self.doubt_until_ns: list[int] = [0] * SHARDS
         """A peer claimed a higher epoch: until then this node does not act as primary, unless its record is newer."""
         self.roles_changed = False
         """Did the last records change more than heartbeats?"""
 
-    def apply(self, records: Sequence[Record], deleted: Sequence[str], *, full: bool, now_ns: int) -> None:
-        """Takes changes in; `full` replaces everything."""
+    def apply(
+        self, records: Sequence[Record], deleted: Sequence[str], *, full: bool, now_ns: int, revision: int = 0
+    ) -> None:
+        """Takes changes in. `full`: what is not listed at `revision` is gone, unless it is known to have changed since:
+        an old listing proves nothing about that."""
         if full:
-            known = {record.key for record in records}
-            deleted = [key for key in self._keys() if key not in known]
+            listed = {record.key for record in records}
+            deleted = [key for key, known in self._revisions() if key not in listed and known <= revision]
         self.roles_changed = full
         for key in deleted:
             self._delete(key)
@@ -89,9 +109,19 @@ class ClusterView:
         if self.roles_changed:
             self._recompute()
 
-    def _keys(self) -> list[str]:
-        keys = [LIVE_PREFIX + name for name in self.live] + [HEARTBEAT_PREFIX + name for name in self.heartbeats]
-        return keys + [owner_key(shard) for shard, owner in enumerate(self.owners) if owner is not None]
+    def _revisions(self) -> Iterator[tuple[str, int]]:
+        """All keys that are known, each with the revision of its last known change."""
+        for name, revision in self.live_revision.items():
+            yield LIVE_PREFIX + name, revision
+        for name, beat in self.heartbeats.items():
+            yield HEARTBEAT_PREFIX + name, beat.revision
+        for name in self.drains:
+            yield DRAIN_PREFIX + name, self.drain_revision[name]
+        for name, revision in self.namespace_revision.items():
+            yield NAMESPACE_PREFIX + name, revision
+        for shard, owner in enumerate(self.owners):
+            if owner is not None:
+                yield owner_key(shard), self.owner_revision[shard]
 
     def _delete(self, key: str) -> None:
         if key.startswith(LIVE_PREFIX):
@@ -100,6 +130,11 @@ class ClusterView:
             self.live_revision.pop(key[len(LIVE_PREFIX) :], None)
         elif key.startswith(HEARTBEAT_PREFIX):
             self.heartbeats.pop(key[len(HEARTBEAT_PREFIX) :], None)
+        elif key.startswith(DRAIN_PREFIX):
+            self.roles_changed = True
+            self.drains.pop(key[len(DRAIN_PREFIX) :], None)
+        elif key.startswith(NAMESPACE_PREFIX):
+            self._namespace_gone(key[len(NAMESPACE_PREFIX) :])
         elif key.startswith(OWNER_PREFIX):
             shard = shard_of_key(key)
             if shard is not None:
@@ -130,11 +165,54 @@ class ClusterView:
                 self.owners[shard], self.owner_revision[shard] = owner, record.revision
                 self.epoch_seen[shard] = max(self.epoch_seen[shard], owner.epoch)
 
+        elif key.startswith(DRAIN_PREFIX):
+            self.roles_changed = True
+            name = key[len(DRAIN_PREFIX) :]
+            self.drains[name], self.drain_revision[name] = _decode_drain(record.value), record.revision
+        elif key.startswith(NAMESPACE_PREFIX):
+            self._put_namespace(key[len(NAMESPACE_PREFIX) :], record)
+
+    def _put_namespace(self, name: str, record: Record) -> None:
+        if record.revision <= self.namespace_revision.get(name, 0):
+            return
+        namespace = _decode_namespace(record.value)
+        known = self.namespaces.get(name)
+        if known is not None and (known.generation != namespace.generation or namespace.dropped):
+            self._namespace_gone(name)
+        self.namespaces[name], self.namespace_revision[name] = namespace, record.revision
+        if not namespace.dropped:
+            scope = scope_of(name, namespace.generation)
+            self.policies[scope] = namespace
+            self.dead_scopes.discard(scope)
+
+    def _namespace_gone(self, name: str) -> None:
+        namespace = self.namespaces.pop(name, None)
+        self.namespace_revision.pop(name, None)
+        if namespace is None:
+            return
+        scope = scope_of(name, namespace.generation)
+        if self.policies.pop(scope, None) is not None:
+            self.dead_scopes.add(scope)
+
     def _recompute(self) -> None:
         mine = self.my_liveness_epoch
+        self.vacant = {shard for shard in range(SHARDS) if self.is_vacant(shard)}
         for shard, owner in enumerate(self.owners):
             held = owner is not None and mine != 0 and owner.primary == self.name and owner.liveness_epoch == mine
             self.primary_epoch[shard] = owner.epoch if held and owner is not None else 0
+
+    def own_record(self, shard: int, record: ShardOwner, revision: int) -> None:
+        """A record that this node has just written is known before the watch brings it."""
+        if revision > self.owner_revision[shard]:
+            self.owners[shard], self.owner_revision[shard] = record, revision
+            self.revision = max(self.revision, revision)
+            self.epoch_seen[shard] = max(self.epoch_seen[shard], record.epoch)
+            held = record.primary == self.name and record.liveness_epoch == self.my_liveness_epoch != 0
+            self.primary_epoch[shard] = record.epoch if held else 0
+            if self.is_vacant(shard):
+                self.vacant.add(shard)
+            else:
+                self.vacant.discard(shard)
 
     def set_membership(self, liveness_epoch: int) -> None:
         """This incarnation became a member under an epoch, or (0) is none any more."""
@@ -145,6 +223,16 @@ class ClusterView:
         """Does the node's live record say that it lives?"""
         record = self.live.get(name)
         return record is not None and not record.dead
+
+    @property
+    def expiring(self) -> bool:
+        """Does any namespace let its blocks expire?"""
+        return any(namespace.expiry_ms for namespace in self.policies.values())
+
+    def is_draining(self, name: str) -> bool:
+        """Does this life of the node give its shards away?"""
+        drain, record = self.drains.get(name), self.live.get(name)
+        return drain is not None and record is not None and drain.incarnation == record.incarnation
 
     def live_nodes(self) -> list[str]:
         """Names of live nodes, sorted."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
 
 from emberkv.errors import EmberError, HandshakeRefused, ProtocolError, Unavailable
-from emberkv.messages import BlockInfo, ErrorFrame, GetReply, GetRequest, Hello
+from emberkv.messages import BlockInfo, ErrorFrame, GetFlag, GetReply, GetRequest, Hello
 from emberkv.net import now_ns
 from emberkv.net.link import LinkClosed, LinkTimeout
 from emberkv.net.tcp import connect, one_line
@@ -34,6 +34,8 @@ PAUSE_MS: Final = 200
 """After a failed connection a peer is taken to be unreachable this long, so that not each fetch pays the timeout."""
 SCRATCH_BYTES: Final = 1 << 20
 """Where unwanted payload goes; the same bytes stand in the vector as often as needed."""
+CURRENT: Final = int(MissReason.CURRENT)
+IF_NEWER: Final = int(GetFlag.IF_NEWER)
 
 _log = logging.getLogger("emberkv.net")
 
@@ -128,7 +130,18 @@ class Fetch:
             raise ProtocolError("the answer does not fit the request")
         if len(reply.infos) != len(self._request.keys):
             raise ProtocolError(f"{len(reply.infos)} answers to {len(self._request.keys)} keys")
+        if CURRENT in [info.reason for info in reply.infos]:
+            self._check_current(reply)
         return reply
+
+    def _check_current(self, reply: GetReply) -> None:
+        """CURRENT means "the version that you named": said of another one, it would keep an old copy alive."""
+        request = self._request
+        if not request.flags & IF_NEWER:
+            raise ProtocolError("an answer without bytes to a request that wants them")
+        for info, floor in zip(reply.infos, request.floors, strict=True):
+            if info.reason == CURRENT and info.version != floor:
+                raise ProtocolError(f"version {tuple(info.version)} is called current, {tuple(floor)} was asked for")
 
     def _fill(self, reply: GetReply, place: Place) -> FetchResult:
         link = self._link

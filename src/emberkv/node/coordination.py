@@ -15,13 +15,12 @@ from collections.abc import Callable
 
 from emberkv.core import events as ev
 from emberkv.core.effects import Commit
-from emberkv.core.view import HEARTBEAT_PREFIX, LIVE_PREFIX, OWNER_PREFIX
+from emberkv.core.view import PREFIXES
 from emberkv.errors import CoordinatorError
 from emberkv.ports import Clock, CommitResult, CommitStatus, Coordinator
 
 log = logging.getLogger(__name__)
 
-PREFIXES = (HEARTBEAT_PREFIX, LIVE_PREFIX, OWNER_PREFIX)
 COMMITS_QUEUED_MAX = 256
 """More wait only when the coordinator is gone; the core retries what matters, so the rest is refused as unknown."""
 RETRY_PAUSE_S = 0.1

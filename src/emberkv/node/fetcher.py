@@ -15,11 +15,21 @@ from emberkv.messages import BlockInfo, ExistsReply, ExistsRequest, GetFlag, Get
 from emberkv.net import now_ns
 from emberkv.net.fetch import FetchPool
 from emberkv.ports import Slot, Tier
-from emberkv.types import Level, MissReason, checksum
+from emberkv.types import SCOPE_BYTES, Level, MissReason, Version, checksum
 
-SCOPE_BYTES = 8
 HELPERS_MAX = 64
 """Reads from second and further peers under way at once; more wait, within their deadlines."""
+RELAY_SHARE = 0.8
+"""Of the time left, what a peer that asks others gets: its answer must still travel here."""
+# Plain numbers: an operation on an IntFlag makes a new member in Python, 1 us each.
+LOCAL_ONLY = int(GetFlag.LOCAL_ONLY)
+FLOORS = int(GetFlag.FLOORS)
+IF_NEWER = int(GetFlag.IF_NEWER)
+RELAY = int(GetFlag.RELAY)
+
+
+def _relay_deadline_ms(deadline_ns: int) -> int:
+    return max(1, int((deadline_ns - now_ns()) * RELAY_SHARE) // 1_000_000)
 
 
 class PeerFetcher:
@@ -42,12 +52,31 @@ class PeerFetcher:
         for pool in pools:
             pool.set_peers(addresses)
 
-    def start(self, peer: str, keys: list[bytes], session: bool, deadline_ns: int) -> PeerRead:
-        """A read that `finish_all` performs; never raises for an unreachable peer."""
+    def start(
+        self,
+        peer: str,
+        keys: list[bytes],
+        session: bool,
+        deadline_ns: int,
+        floors: Sequence[Version] = (),
+        if_newer: bool = False,
+        relay: bool = False,
+    ) -> PeerRead:
+        """A read that `finish_all` performs; never raises for an unreachable peer.
+
+        `floors`: one per key, or empty; what is older comes back as BEHIND. `if_newer`: what is exactly at its floor
+        comes back as CURRENT, without bytes. `relay`: the peer may ask others too, else it answers from its own memory.
+        """
         pool = self._pool(keys[0][:SCOPE_BYTES])
-        level = Level.SESSION if session else Level.EVENTUAL
+        flags = RELAY if relay else LOCAL_ONLY
+        if floors:
+            flags |= FLOORS | IF_NEWER if if_newer else FLOORS
         request = GetRequest(
-            [key[SCOPE_BYTES:] for key in keys], level=int(level), flags=int(GetFlag.LOCAL_ONLY), deadline_ms=1
+            [key[SCOPE_BYTES:] for key in keys],
+            deadline_ms=_relay_deadline_ms(deadline_ns) if relay else 1,
+            level=int(Level.SESSION if session else Level.EVENTUAL),
+            flags=flags,
+            floors=list(floors),
         )
         return PeerRead(self._tier, pool, peer, request, deadline_ns)
 

@@ -22,28 +22,33 @@ import msgspec
 
 from emberkv.config.cluster import ClusterConfig
 from emberkv.config.node import NodeConfig
-from emberkv.coord import SqliteCoordinator
+from emberkv.coord import SqliteCoordinator, StrongStore
 from emberkv.core import events as ev
+from emberkv.core.budget import Budget
 from emberkv.core.effects import Commit
 from emberkv.core.lease import Phase
 from emberkv.core.replica import Replica
 from emberkv.core.state import Settings
+from emberkv.core.view import NAMESPACE_PREFIX
 from emberkv.errors import ConfigError, CoordinatorError, InvariantViolation, NameInUse, Unavailable
 from emberkv.messages import Message, NodeAddress, Role
 from emberkv.net.local import LocalListener
 from emberkv.net.peers import PeerStreams
 from emberkv.net.tcp import TcpListener
+from emberkv.node.admin import Admin
 from emberkv.node.coordination import Coordination
 from emberkv.node.fetcher import PeerFetcher
 from emberkv.node.identity import DataDirectory
-from emberkv.node.metrics import CollectorPauses
-from emberkv.node.namespaces import Namespaces
+from emberkv.node.metrics import BudgetWatch, CollectorPauses
+from emberkv.node.namespaces import Namespaces, settle
 from emberkv.node.pids import ProcessWatcher
 from emberkv.node.runtime import Runtime
 from emberkv.node.serve import Server, handle_stream_answer
 from emberkv.node.status import document
+from emberkv.node.strong import StrongRecords
+from emberkv.node.strong_edge import StrongEdge
 from emberkv.node.timers import Ticker
-from emberkv.ports import Compare, Write
+from emberkv.ports import Compare, Record, Write
 from emberkv.storage.dram import DramTier
 
 log = logging.getLogger("emberkv.node")
@@ -130,15 +135,19 @@ def core_settings(
         ttl_ns=int(budget.ttl_ms * 1e6),
         drift=budget.costs.drift,
         margin_ns=int(budget.margin_ms * 1e6),
+        heartbeat_every_ns=int(budget.heartbeat_ms * 1e6) if cluster.heartbeat else 0,
         commit_ns=int(budget.costs.commit_ms * 1e6),
         hint_bytes_max=config.arena_bytes // 4,
+        hint_age_max_ns=int(cluster.duration_ms("hint_age_max") * 1e6),
+        tombstone_retention_ns=int(cluster.duration_ms("tombstone_retention") * 1e6),
         block_bytes_max=block_bytes_max,
         previous_incarnation=directory.previous_incarnation,
     )
 
 
 def agree_on_config(coordinator: SqliteCoordinator, cluster: ClusterConfig) -> None:
-    """The first node writes the digest of what all must agree on; a node that differs is refused, not merged."""
+    """The first node writes the digest of what all must agree on; a node that differs is refused, not merged. The
+    namespaces are not part of it: they have records of their own, which change while nodes run (namespaces.settle)."""
     mine = cluster.digest().encode()
     for _ in range(3):
         record = coordinator.get(CONFIG_KEY, deadline_ms=CONFIG_DEADLINE_MS)
@@ -161,6 +170,7 @@ class Node:
     def __init__(self, cluster: ClusterConfig, config: NodeConfig) -> None:
         self.stopped = threading.Event()
         self.failure: Exception | None = None
+        self._listed = False
         self._closers: list[tuple[str, Callable[[], object]]] = []
         started_s = time.monotonic()
         try:
@@ -180,23 +190,23 @@ class Node:
         self._on_close("coordinator", coordinator.close)
         agree_on_config(coordinator, cluster)
         incarnation = os.urandom(16)
+        self.namespaces = Namespaces(
+            settle(coordinator, cluster), cluster_id=cluster.cluster_id, node=config.name, incarnation=incarnation
+        )
         tier = DramTier(config.arena_bytes)
         self._on_close("arena", tier.close)
-        namespaces = Namespaces(
-            cluster.namespace_list(), cluster_id=cluster.cluster_id, node=config.name, incarnation=incarnation
-        )
-        clock = BootClock()
-        fetcher = PeerFetcher(tier, lambda scope: namespaces.hello(Role.FETCH, scope))
+        fetcher = PeerFetcher(tier, lambda scope: self.namespaces.hello(Role.FETCH, scope))
         streams = PeerStreams(
-            namespaces.hello(Role.STREAM),
+            self.namespaces.hello(Role.STREAM),
             lambda peer, header, message, _link: handle_stream_answer(self.runtime, peer, header, message),
             lambda peer: self.runtime.handle(ev.PeerUp(clock.now_ns(), peer)),
             lambda peer: self.runtime.handle(ev.PeerDown(clock.now_ns(), peer)),
         )
+        clock = self.clock = BootClock()
         transport = Streams(streams, fetcher)
         committer = LateCommitter()
         # The listener comes before the core, because the core publishes the port that was really taken.
-        server = Server(tier, namespaces, config.staging_bytes)
+        server = Server(tier, self.namespaces, config.staging_bytes)
         listener = TcpListener(config.listen, server.serve_tcp, connections_max=config.connections_max)
         self._on_close("peers", transport.close)
         self._on_close("TCP listener", listener.stop)
@@ -205,42 +215,79 @@ class Node:
         settings = core_settings(cluster, config, address, incarnation, generation, directory, tier.block_bytes_max)
         core = Replica(settings, tier)
         self.runtime = Runtime(core, tier, clock, transport, fetcher, committer, self._note)
-        period_ms = min(50.0, max(5.0, budget.ttl_ms / TICKS_PER_TTL))
-        ticker = Ticker(period_ms, lambda: self.runtime.handle(ev.Tick(clock.now_ns())))
-        self._on_close("ticker", ticker.stop)
-        coordination = Coordination(
-            coordinator,
-            clock,
-            self.runtime.handle,
-            commit_deadline_ms=max(50, int(budget.ttl_ms / 6)),
-            watch_deadline_ms=WATCH_DEADLINE_MS,
-        )
-        self._closers.insert(3, ("coordinator threads", coordination.stop))
-        committer.target = coordination
-        pauses = CollectorPauses()
-        pauses.start()
-        self._on_close("collector metrics", pauses.stop)
+        self._start_clockwork(budget, coordinator, committer)
         watcher = ProcessWatcher()
         self._on_close("process watcher", watcher.stop)
+        # Opened by the first request that needs it.
+        store = StrongStore(cluster.data_path, cluster.cluster_id, cluster.strong_bytes_max)
+        self._on_close("strong store", store.close)
+        strong = StrongEdge(StrongRecords(store, clock.now_ns), self.runtime, tier)
+        admin = Admin(self.runtime, coordinator, store, self.learn)
 
         def status() -> bytes:
-            body = document(self.runtime, tier, ticker, streams, server.connections, started_s)
+            body = document(self.runtime, tier, self.ticker, streams, server.connections, started_s)
             body["cluster_id"] = cluster.cluster_id
-            body["collector_pause_ms"] = pauses.document()
+            body["collector_pause_ms"] = self.pauses.document()
             body["pinned_bytes"] = server.pinned.bytes
             body["budget_ms"] = budget.budget_ms
+            body["budget"] = self.budget_watch.document()
+            body["counters"] |= strong.records.counters()
             body["addresses"] = {"tcp": address.tcp, "local": address.local}
             return msgspec.json.encode(body)
 
-        server.open(self.runtime, status, watcher)
+        server.open(self.runtime, status, watcher, strong, admin.answer)
         local = LocalListener(str(config.socket_path), server.serve_local, connections_max=config.connections_max)
         self._on_close("local listener", local.close)
         directory.claim(incarnation)
         if config.prefault:
             tier.prefault()
         watcher.start()
-        coordination.start()
-        ticker.start()
+        self.namespaces.look_at(coordinator, self.learn)
+        self.coordination.start()
+        self.ticker.start()
+
+    def _start_clockwork(self, budget: Budget, coordinator: SqliteCoordinator, committer: LateCommitter) -> None:
+        """What moves the core by itself: ticks, and the coordinator's threads; and what measures both."""
+        self.budget_watch = BudgetWatch(
+            budget.costs.commit_ms, budget.costs.lateness_ms, lambda text: log.warning("%s", text)
+        )
+        period_ms = min(50.0, max(5.0, budget.ttl_ms / TICKS_PER_TTL))
+        self.ticker = Ticker(period_ms, self._tick)
+        self._on_close("ticker", self.ticker.stop)
+        self.coordination = Coordination(
+            coordinator,
+            self.clock,
+            self._on_coordinator,
+            commit_deadline_ms=max(50, int(budget.ttl_ms / 6)),
+            watch_deadline_ms=WATCH_DEADLINE_MS,
+        )
+        # Just above the coordinator itself, whose threads must have ended before it closes.
+        self._closers.insert(3, ("coordinator threads", self.coordination.stop))
+        committer.target = self.coordination
+        self.pauses = CollectorPauses()
+        self.pauses.start()
+        self._on_close("collector metrics", self.pauses.stop)
+
+    def _tick(self) -> None:
+        # The wall clock is for the expiry of blocks alone.
+        self.runtime.handle(ev.Tick(self.clock.now_ns(), time.time_ns() // 1_000_000))
+        self.budget_watch.look(self.ticker.late_ms)
+
+    def _on_coordinator(self, event: ev.Event) -> None:
+        """An event from the coordinator's threads: the core's, and what else follows the records."""
+        self.runtime.handle(event)
+        if isinstance(event, ev.Committed):
+            self.budget_watch.committed((event.now_ns - event.sent_ns) / 1e6)
+        elif isinstance(event, ev.Records):
+            self._listed = self._listed or event.full
+            changed = event.full or any(record.key.startswith(NAMESPACE_PREFIX) for record in event.records)
+            if changed and self._listed:  # before the first listing the view knows less than was found at the start
+                with self.runtime.lock:
+                    self.namespaces.take(self.runtime.core.state.view.namespaces)
+
+    def learn(self, record: Record) -> None:
+        """Takes in a record that this node has just read or written itself, before the watch brings it."""
+        self._on_coordinator(ev.Records(self.clock.now_ns(), [record], [], record.revision, full=False))
 
     def _note(self, text: str, alarm: bool) -> None:
         log.log(logging.ERROR if alarm else logging.INFO, "%s", text)

@@ -3,7 +3,10 @@
 Why it exists: the core decides, this file does. The simulator runs this file too, so it knows no socket, no asyncio and
 no wall clock: only the ports it was given.
 Laws: messages to peers are queued while the lock is held, so their order is the order of the decisions; everything else
-happens outside the lock. Each slot reference that an effect carries is given back exactly once.
+happens outside the lock. Each slot reference that an effect carries is given back exactly once. What takes time (bytes
+that arrive, peers that answer, checksums of many blocks) is never waited for by the code that decides: requests are
+dialogues, generators that yield what has to be done and are sent its outcome. `read`, `put` and `replicate` drive them
+on the calling thread; the simulator drives the same ones over virtual time.
 Limits: a step is bounded by 128 keys; what waits for an answer is bounded by the core.
 """
 
@@ -12,15 +15,24 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Protocol, TypeVar
 
 from emberkv.core import effects as fx
 from emberkv.core import events as ev
 from emberkv.core.replica import Replica
-from emberkv.messages import BlockInfo, MapReply, OfferReply, PutItem, PutReply, ReplicaItem, ReplicateReply
+from emberkv.messages import (
+    BlockInfo,
+    MapReply,
+    OfferReply,
+    PutItem,
+    PutReply,
+    ReplicaItem,
+    ReplicateReply,
+    VectorReply,
+)
 from emberkv.ports import Clock, Slot, Tier, Transport
-from emberkv.types import MissReason, PutStatus, checksum
+from emberkv.types import MissReason, PutStatus, Version, checksum
 
 Place = Callable[[Sequence[int]], list[Slot | None]]
 """Makes room for blocks of the given lengths; None where there is none."""
@@ -32,9 +44,18 @@ reserved and must be given back."""
 class Fetcher(Protocol):
     """Reads from peers' tiers."""
 
-    def start(self, peer: str, keys: list[bytes], session: bool, deadline_ns: int) -> Any:
+    def start(
+        self,
+        peer: str,
+        keys: list[bytes],
+        session: bool,
+        deadline_ns: int,
+        floors: Sequence[Version] = (),
+        if_newer: bool = False,
+        relay: bool = False,
+    ) -> Any:
         """Prepares a read for `finish_all`; never raises for an unreachable peer. Keys are internal (scope + key), of
-        one scope."""
+        one scope; `floors`, `if_newer` and `relay` as in effect Fetch."""
         ...
 
     def finish_all(self, pending: Sequence[Any], place: Place) -> list[FetchOutcome]:
@@ -60,6 +81,15 @@ READ_LOST_S = 10.0
 
 Reply = Callable[[fx.Effect], None]
 """Called once, by any thread, with the effect that ends an operation."""
+Found = tuple[list[BlockInfo], list[Slot | None]]
+"""What a read found: infos and slots per key; each slot carries a reference that the reader owns."""
+Reading = Generator[fx.Verify | list[fx.Fetch] | None, Any, Found]
+"""A read under way. It yields a Verify and is sent the bad indices; or fetches and is sent one FetchOutcome for each,
+when all have ended; or None, and is sent the GetDone that another thread's step has caused or will cause (`ended`)."""
+T = TypeVar("T")
+Filling = Generator[list[Slot | None], list[bytes | None], T]
+"""A write under way. It yields at most once: slots to bring bytes into, and is sent their checksums. An exception
+thrown in at that moment means that the bytes do not come: nothing is stored."""
 
 
 class Runtime:
@@ -143,7 +173,7 @@ class Runtime:
                 self.note(effect.text, effect.alarm)
             elif isinstance(effect, fx.Connect):
                 self.transport.set_peers(effect.peers)
-            elif isinstance(effect, fx.ReplicaDone | fx.OfferDone | fx.ExistsDone):
+            elif isinstance(effect, fx.ReplicaDone | fx.OfferDone | fx.VectorDone | fx.ExistsDone):
                 self._reply(effect.op, effect)
             else:
                 raise AssertionError(f"effect {type(effect).__name__} belongs to a read and reached the wrong thread")
@@ -168,14 +198,55 @@ class Runtime:
     # -- reads: on the thread that asks --------------------------------------------------------------------------
 
     def read(
-        self, keys: list[bytes], deadline_ns: int, *, session: bool, local_only: bool, verify: bool
-    ) -> tuple[list[BlockInfo], list[Slot | None]]:
-        """Infos and slots of up to 128 internal keys; each returned slot carries a reference that the caller owns."""
+        self,
+        keys: list[bytes],
+        deadline_ns: int,
+        *,
+        session: bool,
+        local_only: bool,
+        verify: bool,
+        floors: Sequence[Version] = (),
+        if_newer: bool = False,
+        relayed: bool = False,
+    ) -> Found:
+        """Infos and slots of up to 128 internal keys; each returned slot carries a reference that the caller owns.
+        `floors` (one per key, or none), `if_newer` and `relayed` as in event Get."""
         op = self.op()
         # The core may end an overdue read in another thread's step, so the end is waited for like a put's.
         ended: queue.SimpleQueue[fx.Effect] = queue.SimpleQueue()
         self._waiting[op] = ended.put
-        effects = self.step(ev.Get(self.now_ns(), op, keys, deadline_ns, session, local_only, verify))
+        get = ev.Get(self.now_ns(), op, keys, deadline_ns, session, local_only, verify)
+        if floors or relayed:
+            get.floors, get.if_newer, get.relayed = list(floors), if_newer, relayed
+        effects = self.step(get)
+        first = effects[0]
+        if len(effects) == 1 and type(first) is fx.GetDone:  # everything was here: the case that has to be fast
+            del self._waiting[op]
+            return first.infos, first.slots
+        return self._drive_read(self._reading(op, effects), ended)
+
+    def reading(
+        self,
+        ended: Reply,
+        keys: list[bytes],
+        deadline_ns: int,
+        *,
+        session: bool,
+        local_only: bool,
+        verify: bool,
+        floors: Sequence[Version] = (),
+        if_newer: bool = False,
+        relayed: bool = False,
+    ) -> Reading:
+        """`read` as a dialogue. `ended` is called if the read is ended by a step of somebody else; that effect is then
+        what the dialogue wants when it yields None."""
+        op = self.op()
+        self._waiting[op] = ended
+        get = ev.Get(self.now_ns(), op, keys, deadline_ns, session, local_only, verify, list(floors), if_newer, relayed)
+        return (yield from self._reading(op, self.step(get)))
+
+    def _reading(self, op: int, effects: list[fx.Effect]) -> Reading:
+        """The dialogue, from the effects of its first step on."""
         while True:
             fetches: list[fx.Fetch] = []
             following: list[fx.Effect] = []
@@ -184,20 +255,39 @@ class Runtime:
                     del self._waiting[op]
                     return effect.infos, effect.slots
                 if isinstance(effect, fx.Verify):
-                    following += self.step(ev.Verified(self.now_ns(), op, self._bad_copies(effect)))
+                    bad: list[int] = yield effect
+                    following += self.step(ev.Verified(self.now_ns(), op, bad))
                 elif isinstance(effect, fx.Fetch):
                     fetches.append(effect)
                 else:
                     self.perform([effect])
             if fetches:
-                following += self._fetch_all(fetches)
+                outcomes: list[FetchOutcome] = yield fetches
+                for fetch, outcome in zip(fetches, outcomes, strict=True):
+                    following += self._fetched(fetch, outcome)
             if not following:
-                done = ended.get(timeout=READ_LOST_S)
+                done = yield None
                 assert isinstance(done, fx.GetDone)
                 return done.infos, done.slots
             effects = following
 
-    def _bad_copies(self, verify: fx.Verify) -> list[int]:
+    def _drive_read(self, dialogue: Reading, ended: queue.SimpleQueue[fx.Effect]) -> Found:
+        """Does on this thread what a read asks for."""
+        try:
+            wants = next(dialogue)
+            while True:
+                if isinstance(wants, fx.Verify):
+                    wants = dialogue.send(self.bad_copies(wants))
+                elif wants is None:
+                    wants = dialogue.send(ended.get(timeout=READ_LOST_S))
+                else:
+                    wants = dialogue.send(self._fetch_all(wants))
+        except StopIteration as end:
+            found: Found = end.value
+            return found
+
+    def bad_copies(self, verify: fx.Verify) -> list[int]:
+        """Indices of the blocks whose bytes are not what their checksums say."""
         view = self.tier.view
         return [
             index
@@ -205,19 +295,21 @@ class Runtime:
             if checksum(view(slot)) != expected
         ]
 
-    def _fetch_all(self, fetches: list[fx.Fetch]) -> list[fx.Effect]:
+    def _fetch_all(self, fetches: list[fx.Fetch]) -> list[FetchOutcome]:
         """All peers are asked at the same time."""
-        started = [self.fetcher.start(fetch.peer, fetch.keys, fetch.session, fetch.deadline_ns) for fetch in fetches]
-        following: list[fx.Effect] = []
-        outcomes = self.fetcher.finish_all(started, self._place)
-        for fetch, (infos, reserved, elapsed_ns) in zip(fetches, outcomes, strict=True):
-            self.unref([slot for info, slot in zip(infos, reserved, strict=True) if info.reason and slot is not None])
-            slots = [None if info.reason else slot for info, slot in zip(infos, reserved, strict=True)]
-            event = ev.Fetched(self.now_ns(), fetch.op, fetch.peer, fetch.indices, infos, slots, elapsed_ns)
-            following += self.step(event)
-        return following
+        start = self.fetcher.start
+        started = [start(f.peer, f.keys, f.session, f.deadline_ns, f.floors, f.if_newer, f.relay) for f in fetches]
+        return self.fetcher.finish_all(started, self.place)
 
-    def _place(self, lengths: Sequence[int]) -> list[Slot | None]:
+    def _fetched(self, fetch: fx.Fetch, outcome: FetchOutcome) -> list[fx.Effect]:
+        """One peer's answer goes in; room that was reserved for what did not come is given back."""
+        infos, reserved, elapsed_ns = outcome
+        self.unref([slot for info, slot in zip(infos, reserved, strict=True) if info.reason and slot is not None])
+        slots = [None if info.reason else slot for info, slot in zip(infos, reserved, strict=True)]
+        return self.step(ev.Fetched(self.now_ns(), fetch.op, fetch.peer, fetch.indices, infos, slots, elapsed_ns))
+
+    def place(self, lengths: Sequence[int]) -> list[Slot | None]:
+        """Room for bytes that a peer is about to send, one slot per length; None where there is none."""
         effects = self.step(ev.Reserve(self.now_ns(), list(lengths)))
         reserved = next(effect for effect in effects if isinstance(effect, fx.Reserved))
         self.perform([effect for effect in effects if effect is not reserved])
@@ -254,13 +346,32 @@ class Runtime:
         from_peer: str = "",
         delete: bool = False,
         strong: bool = False,
+        relay: bool = False,
     ) -> None:
         """Runs a put up to the point where it waits for others; `done` is called once, by any thread.
 
         `fill` reads the bytes into slots and returns their checksums; if it raises, the put is aborted and nothing is
         stored.
         """
-        op = self.op()
+        event = ev.PutBegin(
+            self.now_ns(),
+            self.op(),
+            keys,
+            items,
+            deadline_ns,
+            session,
+            fresh,
+            min_copies,
+            from_peer,
+            delete,
+            strong,
+            relay,
+        )
+        _drive(self.putting(event, done), fill)
+
+    def putting(self, begin: ev.PutBegin, done: Callable[[PutReply], None]) -> Filling[None]:
+        """`put` as a dialogue; `begin.op` comes from `op()`."""
+        op = begin.op
         fills: list[list[Slot | None]] = []
 
         def reply(effect: fx.Effect) -> None:
@@ -270,14 +381,13 @@ class Runtime:
                 done(PutReply(effect.outcomes, effect.authorities))
 
         self._waiting[op] = reply
-        begin = ev.PutBegin(
-            self.now_ns(), op, keys, items, deadline_ns, session, fresh, min_copies, from_peer, delete, strong
-        )
         self.handle(begin)
         if not fills:
             return
         try:
-            checksums = fill(fills[0])
+            checksums = yield fills[0]
+        except GeneratorExit:
+            raise  # dropped with its whole process: there is nobody left to tell
         except BaseException:
             self._waiting.pop(op, None)
             self.handle(ev.PutAborted(self.now_ns(), op))
@@ -290,26 +400,35 @@ class Runtime:
         items: list[ReplicaItem],
         is_fill: bool,
         fill: Callable[[list[Slot | None]], list[bytes | None]],
+        *,
+        surplus: bool = False,
     ) -> ReplicateReply:
         """Takes one stream message in; the answer is known at once."""
+        return _drive(self.replicating(peer, items, is_fill, surplus=surplus), fill)
+
+    def replicating(
+        self, peer: str, items: list[ReplicaItem], is_fill: bool, *, surplus: bool = False
+    ) -> Filling[ReplicateReply]:
+        """`replicate` as a dialogue."""
         op = self.op()
-        effects = self.step(ev.ReplicaBegin(self.now_ns(), op, peer, items, is_fill))
+        effects = self.step(ev.ReplicaBegin(self.now_ns(), op, peer, items, is_fill, surplus))
         begun = next(effect for effect in effects if isinstance(effect, fx.Fill))
         self.perform([effect for effect in effects if effect is not begun])
         try:
-            checksums = fill(begun.slots)
+            checksums = yield begun.slots
+        except GeneratorExit:
+            raise  # as in putting
         except BaseException:
-            self._discard(op, [None] * len(items))
+            # The connection broke in the middle: items without bytes are not stored, their room is given back.
+            self._replicated(op, [None] * len(items))
             raise
+        return self._replicated(op, checksums)
+
+    def _replicated(self, op: int, checksums: list[bytes | None]) -> ReplicateReply:
         effects = self.step(ev.ReplicaFilled(self.now_ns(), op, checksums))
         done = next(effect for effect in effects if isinstance(effect, fx.ReplicaDone))
         self.perform([effect for effect in effects if effect is not done])
         return done.reply
-
-    def _discard(self, op: int, nothing: list[bytes | None]) -> None:
-        """The connection broke in the middle: items without bytes are not stored, their room is given back."""
-        effects = self.step(ev.ReplicaFilled(self.now_ns(), op, nothing))
-        self.perform([effect for effect in effects if not isinstance(effect, fx.ReplicaDone)])
 
     def offer(self, event: ev.OfferArrived) -> OfferReply:
         """Takes one page of heads in; the answer is known at once."""
@@ -318,7 +437,30 @@ class Runtime:
         self.perform([effect for effect in effects if effect is not done])
         return done.reply
 
+    def vector(self, event: ev.VectorArrived) -> VectorReply:
+        """Compares applied vectors with a primary's; the answer is known at once."""
+        effects = self.step(event)
+        done = next(effect for effect in effects if isinstance(effect, fx.VectorDone))
+        self.perform([effect for effect in effects if effect is not done])
+        return done.reply
+
     def cluster_map(self) -> MapReply:
         """What clients need to route."""
         with self.lock:
             return self.core.state.view.cluster_map()
+
+
+def _drive(dialogue: Filling[T], fill: Callable[[list[Slot | None]], list[bytes | None]]) -> T:
+    """Brings the bytes of a write in on this thread."""
+    try:
+        slots = next(dialogue)
+        try:
+            checksums = fill(slots)
+        except BaseException as error:
+            dialogue.throw(error)
+            raise
+        dialogue.send(checksums)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    raise AssertionError("a write that has its bytes asked for more")

@@ -53,6 +53,9 @@ def document(
             "liveness_epoch": core.lease.liveness_epoch,
             "revision": state.view.revision,
             "live_nodes": state.view.live_nodes(),
+            "draining": state.view.is_draining(state.settings.name),
+            "draining_nodes": [name for name in state.view.live_nodes() if state.view.is_draining(name)],
+            "namespaces": {space.name: [space.generation, space.revision] for space in state.view.policies.values()},
             "shards": roles,
             "epochs": epochs,
             "entries": state.directory.count(),
@@ -80,6 +83,7 @@ def document(
     body["heartbeat_lateness_ms"] = {
         "p50": round(lateness.p50, 3),
         "p99": round(lateness.p99, 3),
+        "p999": round(lateness.p999, 3),
         "max": round(lateness.max, 3),
     }
     body["uptime_s"] = round(time.monotonic() - started_s, 3)

@@ -12,6 +12,8 @@ from collections.abc import Callable
 
 import msgspec
 
+from emberkv.node.metrics import percentile
+
 SAMPLE_MAX = 4096
 
 
@@ -21,6 +23,7 @@ class Lateness(msgspec.Struct):
     p50: float
     p99: float
     max: float
+    p999: float = 0.0
 
 
 class Ticker:
@@ -52,7 +55,11 @@ class Ticker:
         sample = sorted(self._late_ms)
         if not sample:
             return Lateness(0.0, 0.0, 0.0)
-        return Lateness(sample[len(sample) // 2], sample[min(len(sample) - 1, len(sample) * 99 // 100)], self._worst_ms)
+        return Lateness(percentile(sample, 0.5), percentile(sample, 0.99), self._worst_ms, percentile(sample, 0.999))
+
+    def late_ms(self) -> list[float]:
+        """The sample: by how many milliseconds the last ticks were late, oldest first."""
+        return list(self._late_ms)
 
     def stop(self) -> None:
         """Ends the thread; returns when it has ended."""

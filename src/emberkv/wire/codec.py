@@ -3,8 +3,8 @@
 Why it exists: one door between the wire and the typed world, the same for TCP and the local socket.
 Laws: bytes cause no error but ProtocolError; what decode returns satisfies every limit of types.py; encode refuses what
 decode would refuse (InvariantViolation: our own bug).
-Limits: see frame.py. Hot kinds are packed by hand (codec_get, codec_put, codec_replicate), rare ones are MessagePack
-arrays in the field order of messages.py.
+Limits: see frame.py. Hot kinds are packed by hand (codec_get, codec_put, codec_replicate, codec_vector), rare ones are
+MessagePack arrays in the field order of messages.py.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import msgspec
 
 from emberkv.errors import InvariantViolation, ProtocolError
 from emberkv.messages import (
+    AdminReply,
+    AdminRequest,
     ErrorFrame,
     ExistsReply,
     ExistsRequest,
@@ -36,10 +38,12 @@ from emberkv.messages import (
     StatusReply,
     StatusRequest,
     Unpin,
+    Vector,
+    VectorReply,
     Welcome,
 )
 from emberkv.types import SHARDS
-from emberkv.wire import codec_get, codec_put, codec_replicate
+from emberkv.wire import codec_get, codec_put, codec_replicate, codec_vector
 from emberkv.wire.codec_get import get_reply_bytes
 from emberkv.wire.frame import (
     BODY_BYTES_MAX,
@@ -68,6 +72,13 @@ __all__ = [
     "FRAME_BYTES_MAX",
     "PAYLOAD_BYTES_MAX",
 ]
+
+ADMIN_VERB_MAX: Final = 64
+"""Characters of a command's name."""
+ADMIN_ARGUMENTS_BYTES_MAX: Final = 64 << 10
+"""A whole namespace policy takes well under 1 KiB."""
+_DEADLINE_MS_MAX: Final = (1 << 32) - 1
+"""As wide as the field of the hot kinds."""
 
 
 class _Row(NamedTuple):
@@ -107,6 +118,36 @@ def _map_reply() -> _Row:
     return _Row(row.kind, row.encode_body, decode_body)
 
 
+def _admin_fault(message: AdminRequest) -> str:
+    """What is wrong with the fields of an ADMIN; empty when nothing is."""
+    if len(message.verb) > ADMIN_VERB_MAX:
+        return f"ADMIN with a verb of {len(message.verb)} characters, at most {ADMIN_VERB_MAX} are allowed"
+    if len(message.arguments) > ADMIN_ARGUMENTS_BYTES_MAX:
+        return f"ADMIN with {len(message.arguments)} bytes of arguments, {ADMIN_ARGUMENTS_BYTES_MAX} are allowed"
+    if not 0 <= message.deadline_ms <= _DEADLINE_MS_MAX:
+        return f"ADMIN with a deadline of {message.deadline_ms} ms"
+    return ""
+
+
+def _admin() -> _Row:
+    row = _rare(Kind.ADMIN, AdminRequest)
+
+    def encode_body(message: AdminRequest) -> bytes:
+        fault = _admin_fault(message)
+        if fault:
+            raise InvariantViolation(f"{fault}; callers check that")
+        return _pack(message)
+
+    def decode_body(body: bytes, payload_len: int) -> Any:
+        message: AdminRequest = row.decode_body(body, payload_len)
+        fault = _admin_fault(message)
+        if fault:
+            raise ProtocolError(fault)
+        return message
+
+    return _Row(row.kind, encode_body, decode_body)
+
+
 _DELETE: Final = _Row(Kind.DELETE, codec_put.encode_put, codec_put.decode_delete)
 _ROWS: Final[dict[type[Any], _Row]] = {
     Hello: _rare(Kind.HELLO, Hello),
@@ -125,10 +166,14 @@ _ROWS: Final[dict[type[Any], _Row]] = {
     ),
     Offer: _Row(Kind.OFFER, codec_replicate.encode_offer, codec_replicate.decode_offer),
     OfferReply: _Row(Kind.OFFER_REPLY, codec_replicate.encode_offer_reply, codec_replicate.decode_offer_reply),
+    Vector: _Row(Kind.VECTOR, codec_vector.encode_vector, codec_vector.decode_vector),
+    VectorReply: _Row(Kind.VECTOR_REPLY, codec_vector.encode_vector_reply, codec_vector.decode_vector_reply),
     MapRequest: _rare(Kind.MAP, MapRequest),
     MapReply: _map_reply(),
     StatusRequest: _rare(Kind.STATUS, StatusRequest),
     StatusReply: _rare(Kind.STATUS_REPLY, StatusReply),
+    AdminRequest: _admin(),
+    AdminReply: _rare(Kind.ADMIN_REPLY, AdminReply),
 }
 _DECODERS: Final[dict[Kind, Callable[[bytes, int], Any]]] = {
     row.kind: row.decode_body for row in (*_ROWS.values(), _DELETE)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 from functools import lru_cache
+from itertools import chain
 from typing import Final
 
 from emberkv.errors import InvariantViolation, ProtocolError
@@ -22,7 +23,7 @@ from emberkv.messages import (
     Kind,
     Unpin,
 )
-from emberkv.types import BATCH_KEYS_MAX, BLOCK_BYTES_MAX, EPOCH_MAX, KEY_BYTES, Level, MissReason
+from emberkv.types import BATCH_KEYS_MAX, BLOCK_BYTES_MAX, EPOCH_MAX, KEY_BYTES, Level, MissReason, Version
 from emberkv.wire.frame import (
     HEADER_BYTES,
     check_count,
@@ -43,11 +44,17 @@ _INFO: Final = struct.Struct("<QQ16sQIB3x")
 """epoch, seq, checksum, offset, length, reason: one BlockInfo."""
 _COUNT: Final = struct.Struct("<H6x")
 
-_GET_FLAGS: Final = int(GetFlag.LOCAL_ONLY | GetFlag.PIN)
-"""FLOORS changes the layout and comes with a later wire version."""
+_FLOOR_BYTES: Final = 16
+_FLOORS: Final = int(GetFlag.FLOORS)
+_IF_NEWER: Final = int(GetFlag.IF_NEWER)
+_BETWEEN_NODES: Final = int(GetFlag.IF_NEWER | GetFlag.RELAY)
+_ELSEWHERE: Final = int(GetFlag.LOCAL_ONLY | GetFlag.RELAY)
+_GET_FLAGS: Final = int(GetFlag.LOCAL_ONLY | GetFlag.PIN | GetFlag.FLOORS | GetFlag.IF_NEWER | GetFlag.RELAY)
 _EXISTS_FLAGS: Final = int(GetFlag.LOCAL_ONLY)
 _LEVEL_MAX: Final = int(max(Level))
 _REASON_MAX: Final = int(max(MissReason))
+_CURRENT: Final = int(MissReason.CURRENT)
+"""Answers a named version; EXISTS names none."""
 
 
 def get_reply_bytes(key_count: int) -> int:
@@ -73,19 +80,50 @@ def _split_keys(kind: Kind, body: bytes, count: int) -> list[bytes]:
     return list(_keys_layout(count).unpack(body))
 
 
+def _contradict(flags: int) -> bool:
+    """IF_NEWER compares with the floors; RELAY looks elsewhere, which LOCAL_ONLY forbids."""
+    return bool(flags & _IF_NEWER and not flags & _FLOORS) or flags & _ELSEWHERE == _ELSEWHERE
+
+
 def encode_get(message: GetRequest) -> bytes:
     """Body of GET."""
     keys = _join_keys(Kind.GET, message.keys)
-    return _ASK.pack(message.deadline_ms, len(message.keys), message.flags, message.level, message.part) + keys
+    flags = int(message.flags)  # an operation on an IntFlag makes a new member in Python, 1 us each
+    if flags & _BETWEEN_NODES and _contradict(flags):
+        raise InvariantViolation(f"GET with flags {flags:#x}, which contradict each other")
+    head = _ASK.pack(message.deadline_ms, len(message.keys), flags, message.level, message.part)
+    floors = message.floors
+    if not flags & _FLOORS:
+        if floors:
+            raise InvariantViolation("GET with floors and without the flag that says so")
+        return head + keys
+    if len(floors) != len(message.keys):
+        raise InvariantViolation(f"GET with {len(floors)} floors for {len(message.keys)} keys")
+    return b"".join((head, keys, struct.pack(f"<{2 * len(floors)}Q", *chain.from_iterable(floors))))
 
 
 def decode_get(body: bytes, _payload_len: int) -> GetRequest:
     """GetRequest from its body; raises ProtocolError."""
     deadline_ms, count, flags, level, part = unpack_head(_ASK, body, Kind.GET)
-    keys = _split_keys(Kind.GET, body, count)
     if flags & ~_GET_FLAGS or level > _LEVEL_MAX:
         raise ProtocolError(f"GET with unknown flags {flags:#x} or level {level}")
-    return GetRequest(keys, deadline_ms, level, flags, part)
+    if flags & _BETWEEN_NODES and _contradict(flags):
+        raise ProtocolError(f"GET with flags {flags:#x}, which contradict each other")
+    if not flags & _FLOORS:
+        return GetRequest(_split_keys(Kind.GET, body, count), deadline_ms, level, flags, part)
+    check_count(Kind.GET, body, count, _ASK.size, KEY_BYTES + _FLOOR_BYTES)
+    keys = list(_keys_layout(count).unpack_from(body))
+    return GetRequest(keys, deadline_ms, level, flags, part, _split_floors(body, count))
+
+
+def _split_floors(body: bytes, count: int) -> list[Version]:
+    """The floors behind the keys; the body's length has been checked."""
+    if not count:
+        return []
+    numbers = struct.unpack_from(f"<{2 * count}Q", body, _ASK.size + count * KEY_BYTES)
+    epochs = numbers[::2]
+    check_epochs(Kind.GET, epochs)
+    return list(map(make_version, zip(epochs, numbers[1::2], strict=True)))
 
 
 def encode_exists(message: ExistsRequest) -> bytes:
@@ -171,4 +209,6 @@ def decode_exists_reply(body: bytes, _payload_len: int) -> ExistsReply:
     reasons = list(body[_COUNT.size :])
     if count:
         check_most(Kind.EXISTS_REPLY, "reason", reasons, _REASON_MAX)
+        if _CURRENT in reasons:
+            raise ProtocolError(f"EXISTS_REPLY with reason {_CURRENT}")
     return ExistsReply(reasons)

@@ -18,6 +18,7 @@ from emberkv.messages import Kind, PutFlag, PutItem, PutReply, PutRequest
 from emberkv.types import (
     KEY_BYTES,
     PUT_ID_BYTES,
+    SCOPE_BYTES,
     Level,
     PutOutcome,
     PutStatus,
@@ -35,9 +36,6 @@ from emberkv.wire.frame import (
     unpack_head,
 )
 
-SCOPE_BYTES: Final = 8
-"""Namespace scope of a forwarded put: what the primary puts before each key."""
-
 _HEAD: Final = struct.Struct("<IHHBBBx8s4x")
 """deadline_ms, count, flags, level, min_copies, scope length, scope."""
 _ITEM: Final = struct.Struct("<32s24s16sQQQIIHH4x")
@@ -47,6 +45,8 @@ _OUTCOME: Final = struct.Struct("<QQQHBB4x")
 """epoch, seq, authority, copies, status, reason."""
 
 _FLAGS: Final = int(PutFlag.FRESH | PutFlag.HINT | PutFlag.FORWARD | PutFlag.RELAY)
+_RELAY: Final = int(PutFlag.RELAY)
+_RELAYED: Final = int(PutFlag.FORWARD | PutFlag.RELAY)
 _LEVEL_MAX: Final = int(max(Level))
 _STATUSES: Final = tuple(PutStatus)
 _REASONS: Final = tuple(RefuseReason)
@@ -70,6 +70,8 @@ def encode_put(message: PutRequest) -> bytes:
         raise InvariantViolation(f"keys have {KEY_BYTES} bytes and put ids {PUT_ID_BYTES}; callers check that")
     if message.delete and put_payload(message):
         raise InvariantViolation("a delete carries no bytes")
+    if int(message.flags) & _RELAYED == _RELAY:
+        raise InvariantViolation("only a forward can ask for a relay")
     head = _HEAD.pack(
         message.deadline_ms, len(items), message.flags, message.level, message.min_copies, len(scope), scope
     )
@@ -95,6 +97,8 @@ def _decode(body: bytes, payload_len: int, kind: Kind) -> PutRequest:
     check_count(kind, body, count, _HEAD.size, _ITEM.size)
     if flags & ~_FLAGS or level > _LEVEL_MAX:
         raise ProtocolError(f"{kind.name} with unknown flags {flags:#x} or level {level}")
+    if flags & _RELAYED == _RELAY:
+        raise ProtocolError(f"{kind.name} asks for a relay and is no forward")
     if scope_len not in (0, SCOPE_BYTES):
         raise ProtocolError(f"{kind.name} with a scope of {scope_len} bytes")
     items = _decode_items(body, payload_len, kind) if count else []

@@ -22,8 +22,7 @@ from emberkv.messages import (
     Replicate,
     ReplicateReply,
 )
-from emberkv.types import BATCH_KEYS_MAX, KEY_BYTES, PUT_ID_BYTES, SHARDS, EntryState
-from emberkv.wire.codec_put import SCOPE_BYTES
+from emberkv.types import BATCH_KEYS_MAX, KEY_BYTES, PUT_ID_BYTES, SCOPE_BYTES, SHARDS, EntryState
 from emberkv.wire.frame import (
     check_count,
     check_epochs,
@@ -37,10 +36,10 @@ from emberkv.wire.frame import (
 
 INTERNAL_KEY_BYTES: Final = SCOPE_BYTES + KEY_BYTES
 
-_HEAD: Final = struct.Struct("<HB5x")
-"""count, fill."""
-_ITEM: Final = struct.Struct("<40s24s16sQQQQQQIIHBBH2x")
-"""key, put_id, checksum, authority, version, prev, expiry_ms, length, depth, parts, state, payload, part."""
+_HEAD: Final = struct.Struct("<HBB4x")
+"""count, fill, surplus."""
+_ITEM: Final = struct.Struct("<40s24s16sQQQQQQIIHBBHBx")
+"""key, put_id, checksum, authority, version, prev, expiry_ms, length, depth, parts, state, payload, part, skip."""
 _COUNT: Final = struct.Struct("<H6x")
 _OFFER: Final = struct.Struct("<QHHB3x")
 """authority, count, shard, last."""
@@ -80,28 +79,30 @@ def encode_replicate(message: Replicate) -> bytes:
             i.state,
             i.payload,
             i.part,
+            i.skip,
         )
         for i in items
     ]
-    return b"".join((_HEAD.pack(len(items), message.fill), *records))
+    return b"".join((_HEAD.pack(len(items), message.fill, message.surplus), *records))
 
 
 def decode_replicate(body: bytes, payload_len: int) -> Replicate:
     """Replicate from its body; raises ProtocolError."""
-    count, fill = unpack_head(_HEAD, body, Kind.REPLICATE)
+    count, fill, surplus = unpack_head(_HEAD, body, Kind.REPLICATE)
     check_count(Kind.REPLICATE, body, count, _HEAD.size, _ITEM.size)
-    if fill > 1:
-        raise ProtocolError(f"REPLICATE with fill {fill}")
+    if fill > 1 or surplus > 1:
+        raise ProtocolError(f"REPLICATE with fill {fill}, surplus {surplus}")
     if not count:
         check_payload(Kind.REPLICATE, payload_len, 0, may_be_none=False)
-        return Replicate([], bool(fill))
+        return Replicate([], bool(fill), bool(surplus))
     (keys, put_ids, sums, authorities, epochs, seqs, prev_epochs, prev_seqs, expiries, lengths, depths, parts, states,
-     flags, which) = zip(*_ITEM.iter_unpack(body[_HEAD.size :]), strict=True)  # fmt: skip
+     flags, which, skips) = zip(*_ITEM.iter_unpack(body[_HEAD.size :]), strict=True)  # fmt: skip
     for column in (authorities, epochs, prev_epochs):
         check_epochs(Kind.REPLICATE, column)
     check_lengths(Kind.REPLICATE, lengths)
     check_most(Kind.REPLICATE, "state", states, _STATE_MAX)
     check_most(Kind.REPLICATE, "payload flag", flags, 1)
+    check_most(Kind.REPLICATE, "skip flag", skips, 1)
     if not all(states) or not all(parts):
         raise ProtocolError("REPLICATE with an item of state 0 or of 0 parts")
     if any(part >= count for part, count in zip(which, parts, strict=True)):
@@ -111,9 +112,9 @@ def decode_replicate(body: bytes, payload_len: int) -> Replicate:
     prevs = map(make_version, zip(prev_epochs, prev_seqs, strict=True))
     items = map(
         ReplicaItem, keys, authorities, versions, put_ids, sums, prevs, lengths, depths, states, parts, expiries,
-        map(bool, flags), which,
+        map(bool, flags), which, map(bool, skips),
     )  # fmt: skip
-    return Replicate(list(items), bool(fill))
+    return Replicate(list(items), bool(fill), bool(surplus))
 
 
 def encode_replicate_reply(message: ReplicateReply) -> bytes:

@@ -5,8 +5,8 @@
      +--refuse, end------------------+
 
 Laws: the first frame is HELLO. Version, cluster, tenant and namespace are settled by it once and for all; a request
-never names them. Each role may say only what it needs (REQUESTS). A refusal is one line that says what to do, and never
-repeats more than TEXT_MAX characters of what a stranger sent.
+never names them. Each role may say only what it needs (REQUESTS), and a client none of the flags that are for nodes. A
+refusal is one line that says what to do, and never repeats more than TEXT_MAX characters of what a stranger sent.
 """
 
 from __future__ import annotations
@@ -16,7 +16,19 @@ from enum import Enum
 from typing import Final
 
 from emberkv.errors import HandshakeRefused, InvariantViolation, ProtocolError, Unavailable
-from emberkv.messages import WIRE_VERSION, ErrorFrame, Hello, Kind, Message, Role, Welcome
+from emberkv.messages import (
+    WIRE_VERSION,
+    ErrorFrame,
+    GetFlag,
+    GetRequest,
+    Hello,
+    Kind,
+    Message,
+    PutFlag,
+    PutRequest,
+    Role,
+    Welcome,
+)
 from emberkv.types import Namespace
 from emberkv.wire.codec import kind_of
 
@@ -27,6 +39,10 @@ TEXT_MAX: Final = 200
 """Characters of a stranger's text that reach our logs or answers."""
 NAME_MAX: Final = 255
 """Characters of a node name; names are also file names and coordinator keys."""
+
+
+NO_NAMESPACE: Final = Namespace(name="")
+"""What a connection without a namespace is told: nothing can be stored under its scope."""
 
 
 class SessionState(Enum):
@@ -46,11 +62,16 @@ _NEXT: Final[dict[tuple[SessionState, str], SessionState]] = {
 }
 
 REQUESTS: Final[dict[Role, frozenset[Kind]]] = {
-    Role.CLIENT: frozenset({Kind.GET, Kind.UNPIN, Kind.EXISTS, Kind.PUT, Kind.DELETE, Kind.MAP, Kind.STATUS}),
+    Role.CLIENT: frozenset(
+        {Kind.GET, Kind.UNPIN, Kind.EXISTS, Kind.PUT, Kind.DELETE, Kind.MAP, Kind.STATUS, Kind.ADMIN}
+    ),
     Role.FETCH: frozenset({Kind.GET, Kind.EXISTS}),
-    Role.STREAM: frozenset({Kind.PUT, Kind.DELETE, Kind.REPLICATE, Kind.OFFER}),
+    Role.STREAM: frozenset({Kind.PUT, Kind.DELETE, Kind.REPLICATE, Kind.OFFER, Kind.VECTOR}),
 }
 """What the side that opened a connection may send after the handshake."""
+_PEER_GET_FLAGS: Final = int(GetFlag.IF_NEWER | GetFlag.RELAY)
+_PEER_PUT_FLAGS: Final = int(PutFlag.FORWARD | PutFlag.RELAY)
+"""What only nodes may ask for: a client would get answers that it cannot use, or send others' hops on."""
 
 
 class ServerSession:
@@ -78,7 +99,8 @@ class ServerSession:
             return ErrorFrame(refusal, refused=True)
         self._move("welcome")
         self.role = Role(hello.role)
-        return Welcome(WIRE_VERSION, self._cluster_id, self._node, self._incarnation, self._namespaces[hello.namespace])
+        namespace = self._namespaces[hello.namespace] if hello.namespace else NO_NAMESPACE
+        return Welcome(WIRE_VERSION, self._cluster_id, self._node, self._incarnation, namespace)
 
     def check(self, message: Message) -> None:
         """Raises ProtocolError for a frame that this role may not send now; the session is then closed."""
@@ -89,6 +111,9 @@ class ServerSession:
         if kind not in REQUESTS[self.role]:
             self.close()
             raise ProtocolError(f"{kind.name} is not allowed on a {self.role.name} connection")
+        if self.role is Role.CLIENT and _for_nodes(message):
+            self.close()
+            raise ProtocolError(f"{kind.name} with a flag that is not allowed on a CLIENT connection")
 
     def close(self) -> None:
         """The connection ended, for whatever reason. May be called twice."""
@@ -114,8 +139,10 @@ class ServerSession:
             )
         if hello.tenant != TENANT:
             return f"tenant {_short(hello.tenant)} is unknown here"
-        if hello.namespace not in self._namespaces:
+        if hello.namespace and hello.namespace not in self._namespaces:
             return f"namespace {_short(hello.namespace)} does not exist: create it or use another name"
+        if hello.namespace and hello.generation not in (0, self._namespaces[hello.namespace].generation):
+            return f"namespace {_short(hello.namespace)} is of another generation than {hello.generation} here"
         if len(hello.incarnation) != INCARNATION_BYTES:
             return f"HELLO has an incarnation of {len(hello.incarnation)} bytes, needs {INCARNATION_BYTES}"
         if len(hello.node) > NAME_MAX or (hello.role != Role.CLIENT and not hello.node):
@@ -123,6 +150,13 @@ class ServerSession:
         if hello.want_staging_bytes < 0:
             return f"HELLO asks for {hello.want_staging_bytes} bytes of staging"
         return ""
+
+
+def _for_nodes(message: Message) -> bool:
+    """Does it carry a flag that only nodes may send?"""
+    if isinstance(message, GetRequest):
+        return bool(message.flags & _PEER_GET_FLAGS)
+    return isinstance(message, PutRequest) and bool(message.flags & _PEER_PUT_FLAGS)
 
 
 def checked_welcome(hello: Hello, message: Message, endpoint: str, expected_node: str = "") -> Welcome:

@@ -1,0 +1,196 @@
+"""`emberkv sim`: runs simulated clusters, one per seed, and says which promise broke in which.
+
+Laws: stdout has the result (one JSON document with --json), stderr everything else; the exit code is 1 when anything
+was found. A failing seed is told in few lines and with the command that repeats it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import statistics
+import time
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any
+
+import typer
+
+from emberkv.cli.output import emit_error, emit_json, notes, results
+from emberkv.errors import ConfigError
+from emberkv.sim.engine import Options
+from emberkv.sim.faults import draw
+from emberkv.sim.run import Outcome, run_seed
+from emberkv.sim.shrink import shrink
+from emberkv.sim.story import Story
+
+FRESH_FROM = 1_000_000
+"""Fresh seeds lie above all fixed ones."""
+PROGRESS_S = 2.0
+STORIES_MAX = 3
+"""Failing seeds whose story is told; the others are named."""
+JOBS_MAX = 64
+
+
+def sim_command(
+    seeds: Annotated[int, typer.Option(help="How many seeds to run, from --first on.")] = 100,
+    first: Annotated[int, typer.Option(help="First seed.")] = 0,
+    fresh: Annotated[int, typer.Option(help="So many more seeds that were never run before; they are named.")] = 0,
+    jobs: Annotated[int, typer.Option(help="Processes that run seeds.")] = 2,
+    seconds: Annotated[float, typer.Option(help="Virtual seconds of a usual run.")] = 20.0,
+    seed: Annotated[int, typer.Option(help="Run this one seed.")] = -1,
+    story: Annotated[bool, typer.Option("--story", help="Tell what happened (with --seed).")] = False,
+    shrink_it: Annotated[bool, typer.Option("--shrink", help="Find the smallest schedule that fails.")] = False,
+    mutations: Annotated[
+        bool, typer.Option("--mutations", help="Break the code on purpose; all must be found.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Simulate clusters under faults and check every promise; one seed is one run."""
+    if seeds < 0 or fresh < 0 or first < 0 or not 1 <= jobs <= JOBS_MAX or not 1 <= seconds <= 3600:
+        raise ConfigError(f"seeds, fresh and first are at least 0, jobs 1 to {JOBS_MAX}, seconds 1 to 3600")
+    if mutations:
+        raise typer.Exit(_mutations(jobs, as_json=as_json))
+    if seed >= 0:
+        raise typer.Exit(_one(seed, seconds, story=story, smaller=shrink_it, as_json=as_json))
+    chosen = list(range(first, first + seeds)) + fresh_seeds(fresh)
+    raise typer.Exit(_many(chosen, fresh, jobs, seconds, smaller=shrink_it, as_json=as_json))
+
+
+def fresh_seeds(count: int) -> list[int]:
+    """Seeds out of real chance."""
+    chance = random.SystemRandom()
+    return [chance.randrange(FRESH_FROM, 1 << 40) for _ in range(count)]
+
+
+# -- one seed ----------------------------------------------------------------------------------------------------------
+
+
+def _one(seed: int, seconds: float, *, story: bool, smaller: bool, as_json: bool) -> int:
+    options = draw(seed, seconds=seconds)
+    teller = Story()
+    outcome = run_seed(seed, options, story=teller)
+    if smaller and outcome.violation:
+        options = _shrink(seed, options)
+        teller = Story()
+        outcome = run_seed(seed, options, story=teller)
+    if story or outcome.violation:
+        _tell(seed, seconds, options, teller)
+    if as_json:
+        emit_json(one_document(outcome))
+    elif not outcome.violation:
+        results().print(
+            f"seed {seed}: nothing found in {outcome.virtual_ms / 1000:.1f} virtual seconds, {outcome.steps} steps, "
+            f"{outcome.faults} faults; outage {outcome.outage_ms:.0f} of {outcome.bound_ms:.0f} ms"
+        )
+    return 1 if outcome.violation else 0
+
+
+def _shrink(seed: int, options: Options) -> Options:
+    shrunk = shrink(seed, options, lambda text: notes().print(f"  {text}"))
+    if shrunk is None:
+        return options
+    notes().print(f"{shrunk.faults_before} faults became {len(shrunk.options.faults)} after {shrunk.runs} runs")
+    return shrunk.options
+
+
+def _tell(seed: int, seconds: float, options: Options, teller: Story) -> None:
+    console = notes()
+    world = ", ".join(f"{name}={getattr(options, name)}" for name in options.__struct_fields__ if name != "faults")
+    console.print(f"seed {seed}: {world}", soft_wrap=True, markup=False)
+    for fault in options.faults:
+        console.print(f"  at {fault.at_ms:.0f} ms: {fault.text()}", soft_wrap=True, markup=False)
+    for line in teller.lines():
+        console.print(line, soft_wrap=True, markup=False)
+    console.print(f"again: emberkv sim --seed {seed} --seconds {seconds:g} --story", soft_wrap=True, markup=False)
+
+
+def one_document(outcome: Outcome) -> dict[str, Any]:
+    """One run as JSON."""
+    fields = {name: getattr(outcome, name) for name in outcome.__struct_fields__}
+    return fields | {"outage_within_budget": outcome.outage_within_budget}
+
+
+# -- many seeds --------------------------------------------------------------------------------------------------------
+
+
+def _run(task: tuple[int, float]) -> Outcome:
+    seed, seconds = task
+    return run_seed(seed, draw(seed, seconds=seconds))
+
+
+def run_all(seeds: Iterable[int], jobs: int, seconds: float) -> Iterator[Outcome]:
+    """Outcomes as they come, from `jobs` processes."""
+    tasks = [(seed, seconds) for seed in seeds]
+    if jobs == 1:
+        yield from map(_run, tasks)
+        return
+    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+        yield from pool.imap_unordered(_run, tasks, chunksize=4)
+
+
+def _many(seeds: list[int], fresh: int, jobs: int, seconds: float, *, smaller: bool, as_json: bool) -> int:
+    console, begun_s = notes(), time.monotonic()
+    said_s = begun_s
+    outcomes: list[Outcome] = []
+    for outcome in run_all(seeds, jobs, seconds):
+        outcomes.append(outcome)
+        if outcome.violation:
+            emit_error(f"seed {outcome.seed} ({outcome.phase}): {outcome.violation}")
+        if time.monotonic() - said_s > PROGRESS_S:
+            said_s = time.monotonic()
+            rate = len(outcomes) / (said_s - begun_s)
+            console.print(f"{len(outcomes)} of {len(seeds)} seeds, {rate:.1f} a second")
+    took_s = time.monotonic() - begun_s
+    failed = sorted(outcome.seed for outcome in outcomes if outcome.violation)
+    for seed in failed[:STORIES_MAX]:
+        _one(seed, seconds, story=True, smaller=smaller, as_json=False)
+    if fresh:
+        console.print(f"fresh seeds: {' '.join(str(seed) for seed in seeds[-fresh:])}", soft_wrap=True, markup=False)
+    document = many_document(outcomes, took_s)
+    if as_json:
+        emit_json(document)
+    else:
+        results().print(
+            f"{document['seeds']} seeds, {document['violations']} violations, {document['seeds_per_s']:.1f} seeds a "
+            f"second; outages within budget: {document['outage_within_budget']:.1%} of {document['outages']}"
+        )
+    return 1 if failed else 0
+
+
+def many_document(outcomes: list[Outcome], took_s: float) -> dict[str, Any]:
+    """All runs as JSON."""
+    measured = [outcome for outcome in outcomes if outcome.outage_ms >= 0]
+    within = sum(bool(outcome.outage_within_budget) for outcome in measured)
+    rested = [outcome.rest_ms for outcome in outcomes if outcome.rest_ms >= 0]
+    return {
+        "seeds": len(outcomes),
+        "violations": sum(bool(outcome.violation) for outcome in outcomes),
+        "seeds_per_s": round(len(outcomes) / max(took_s, 1e-9), 2),
+        "outage_within_budget": within / len(measured) if measured else 1.0,
+        "outages": len(measured),
+        "outage_share_of_bound_max": max((outcome.outage_ms / outcome.bound_ms for outcome in measured), default=0.0),
+        "rest_ms_median": statistics.median(rested) if rested else 0.0,
+        "steps": sum(outcome.steps for outcome in outcomes),
+        "virtual_s": round(sum(outcome.virtual_ms for outcome in outcomes) / 1000, 1),
+        "failed": [[outcome.seed, outcome.violation] for outcome in outcomes if outcome.violation],
+    }
+
+
+def _mutations(jobs: int, *, as_json: bool) -> int:
+    from emberkv.sim.mutations import run_mutations
+
+    report = run_mutations(MUTATION_SEEDS_MAX, jobs, lambda text: notes().print(text))
+    if as_json:
+        emit_json(report)
+    else:
+        results().print(f"{report['caught']} of {report['mutations']} caught, median {report['median_seeds']} seeds")
+    return 0 if report["caught"] == report["mutations"] else 1
+
+
+MUTATION_SEEDS_MAX = 200
+"""A mutation that so many seeds do not find is not found."""
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command."""
+    app.command("sim")(sim_command)

@@ -1,0 +1,98 @@
+"""Which record a shard's primary should write next: a pure policy over the view (design 4, 8).
+
+    replicas as placement proposes <--- dropped to `former` <--- all of them complete <--- learners added <--- elsewhere
+
+Laws: a dead replica is replaced at once. A live one that placement does not propose (a node joined, another drains) is
+dropped only when enough others are complete, so there are never fewer copies than before; one is added at a time. The
+primary itself is moved last, by a hand-over (handover.py). Placement is a fixed function of the nodes that live and do
+not drain, so every move brings the record closer to it and the moves end.
+"""
+
+from __future__ import annotations
+
+from emberkv.core import placement
+from emberkv.core.view import ClusterView
+from emberkv.messages import ShardOwner
+
+
+def homes(view: ClusterView) -> list[str]:
+    """Nodes that should hold shards: those that live and do not drain; all that live if every one drains."""
+    live = view.live_nodes()
+    staying = [name for name in live if not view.is_draining(name)]
+    return staying or live
+
+
+def proposed(view: ClusterView, shard: int, factor: int) -> list[str]:
+    """The replicas that placement proposes, best first."""
+    return placement.ranked(shard, homes(view))[: max(factor, 1)]
+
+
+def record_of(
+    owner: ShardOwner, replicas: list[str], caught_up: set[str], factor: int, former: tuple[str, ...]
+) -> ShardOwner:
+    """The primary's record with these replicas. Only what this primary knows itself is in sync: who was so by record
+    may have missed a write since."""
+    in_sync = tuple(name for name in replicas if name == owner.primary or name in caught_up)
+    former = tuple(dict.fromkeys(name for name in former if name not in replicas))[:factor]
+    return ShardOwner(owner.primary, owner.liveness_epoch, owner.epoch, tuple(replicas), in_sync, former)
+
+
+def reconciled(view: ClusterView, shard: int, factor: int, caught_up: set[str], *, may_move: bool) -> ShardOwner | None:
+    """The primary's own record as it should be next, or None when it is right. `may_move`: live replicas may be
+    exchanged for better placed ones; without it only the dead are replaced."""
+    owner = view.owners[shard]
+    assert owner is not None
+    ideal = proposed(view, shard, factor)
+    alive = [name for name in owner.replicas if name == owner.primary or view.is_live(name)]
+    gone = [name for name in owner.replicas if name not in alive]
+    replicas = list(alive)
+    spare = [name for name in placement.ranked(shard, homes(view)) if name not in replicas]
+    while len(replicas) < factor and spare:
+        replicas.append(spare.pop(0))
+    missing = [name for name in ideal if name not in replicas]
+    if missing and may_move and len(replicas) <= factor:
+        replicas.append(missing[0])
+    elif may_move or len(replicas) > factor:
+        extra = [name for name in replicas if name not in ideal and name != owner.primary]
+        staying = [name for name in replicas if name not in extra[:1] and (name == owner.primary or name in caught_up)]
+        if extra and len(staying) >= factor:
+            replicas.remove(extra[0])
+            gone.append(extra[0])
+    record = record_of(owner, replicas, caught_up, factor, (*gone, *owner.former))
+    if record.replicas == owner.replicas and record.in_sync == owner.in_sync:
+        return None
+    return record
+
+
+def is_home(view: ClusterView, shard: int, factor: int) -> bool:
+    """Is the shard where placement proposes it, with all its replicas in sync?"""
+    owner, ideal = view.owners[shard], proposed(view, shard, factor)
+    return owner is not None and owner.primary == ideal[0] and set(owner.replicas) == set(owner.in_sync) == set(ideal)
+
+
+def successor(view: ClusterView, shard: int, factor: int, caught_up: set[str]) -> str | None:
+    """Who should be primary instead of this node: the best placed one, once it is complete."""
+    owner = view.owners[shard]
+    if owner is None:
+        return None
+    best = proposed(view, shard, factor)[0]
+    return best if best != owner.primary and best in caught_up and best in owner.replicas else None
+
+
+def handed_to(view: ClusterView, shard: int, target: str, caught_up: set[str], factor: int) -> ShardOwner:
+    """The record that makes a complete replica the primary, under the next epoch."""
+    owner = view.owners[shard]
+    assert owner is not None
+    in_sync = tuple(name for name in owner.replicas if name in caught_up or name == owner.primary)
+    replicas = (target, *(name for name in owner.replicas if name != target))
+    epoch = max(owner.epoch, view.epoch_seen[shard]) + 1
+    return ShardOwner(target, view.live[target].epoch, epoch, replicas, in_sync, owner.former)
+
+
+def given_up(view: ClusterView, shard: int) -> ShardOwner:
+    """The record of a primary that reaches nobody: vacant, with itself as the last choice."""
+    owner = view.owners[shard]
+    assert owner is not None
+    others = tuple(name for name in owner.in_sync if name != owner.primary)
+    replicas = (*(name for name in owner.replicas if name != owner.primary), owner.primary)
+    return ShardOwner("", 0, owner.epoch, replicas, (*others, owner.primary), owner.former)

@@ -1,0 +1,388 @@
+"""Mutations that break what must never happen: each undoes one safeguard of the protocol (mutation.py, mutations.py).
+
+The name of a mutation says what the broken code does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from emberkv.core import hints, stream
+from emberkv.core.directory import Directory
+from emberkv.core.failover import Failover
+from emberkv.core.get import Reads
+from emberkv.core.handover import Handover
+from emberkv.core.hints import Hints
+from emberkv.core.learner import Learner
+from emberkv.core.lease import Lease
+from emberkv.core.merge import AppliedVector, Stamp
+from emberkv.core.put import Put
+from emberkv.core.repair import Repair
+from emberkv.core.stream import Stream
+from emberkv.core.view import HEARTBEAT_PREFIX, LIVE_PREFIX
+from emberkv.node.runtime import Runtime
+from emberkv.ports import Compare, Record, Write
+from emberkv.sim.engine import MS
+from emberkv.sim.mutation import (
+    COORDINATOR,
+    CRASHES,
+    CROWDED,
+    CUTS,
+    FEW_KEYS,
+    FLIPS,
+    FREEZES,
+    MOVES,
+    Mutation,
+    rewrite,
+    swap,
+    together,
+    world,
+)
+from emberkv.sim.network import Reading
+from emberkv.sim.process import Process
+from emberkv.types import Version
+
+
+def _yes(self: Any, *_: Any, **__: Any) -> bool:
+    return True
+
+
+def _nothing(self: Any, *_: Any, **__: Any) -> list[int]:
+    return []
+
+
+def _gate_open(self: Stream, shard: int, peer: str, authority: int) -> tuple[bool, int]:
+    return True, 0
+
+
+def _ungated(self: Runtime, done: Any) -> Any:
+    return done
+
+
+def _by_arrival(left: Stamp, right: Stamp) -> Stamp:
+    return right
+
+
+def _across_epochs(self: AppliedVector, version: Version) -> bool:
+    return any(low <= version.seq <= high for ranges in self.ranges.values() for low, high in ranges)
+
+
+def _forget_soon(self: Directory, before_ns: int) -> None:
+    """No floor remembers that there were some."""
+    for key in [key for key, at_ns in self._tombstones.items() if self.now_ns - at_ns > 100 * MS]:
+        entry = self.get(key)
+        assert entry is not None
+        self.remove(entry)
+
+
+_pause = Process.pause
+
+
+def _pause_but_beat(self: Process, *, machine: bool = False) -> None:
+    """Somebody else than the core keeps the lease: its heartbeats go on while it is frozen."""
+    _pause(self, machine=machine)
+    coordinator, life = self.cluster.coordinator, self.lives
+
+    def beat() -> None:
+        if not self.paused or self.lives != life:
+            return
+        live: Record | None = coordinator.records.get(LIVE_PREFIX + self.name)
+        last: Record | None = coordinator.records.get(HEARTBEAT_PREFIX + self.name)
+        if live is not None and last is not None:
+            guard = Compare(live.key, self.core.lease.live_revision)
+            coordinator.commit(self, [guard], [Write(last.key, last.value)])
+        self.engine.after(self.core.state.settings.heartbeat_ns, beat)
+
+    self.engine.after(0, beat)
+
+
+AUTHORITY = (
+    Mutation(
+        "skip the authority gate",
+        "P3a",
+        together(
+            swap(Stream, "gate", _gate_open), rewrite(Stream, "_take", ("item.authority < seen", "False"))
+        ),
+        FREEZES,
+    ),
+    Mutation(
+        "gate data by the epoch of the entry",
+        "P5",
+        rewrite(
+            Stream,
+            "_admits",
+            ("self.gate(shard, event.peer, item.authority)", "self.gate(shard, event.peer, item.version.epoch)"),
+        ),
+        CRASHES,
+    ),
+    Mutation(
+        "believe an old primary's answer",
+        "P3a",
+        rewrite(Hints, "on_answer", ("0 < authority < self.state.view.epoch_seen[hint.entry.shard]", "False")),
+        world("clog", "clog", "pause", "slow"),
+    ),
+    Mutation(
+        "no liveness bump at restart",
+        "P3a",
+        rewrite(
+            Lease,
+            "_join",
+            (
+                "max(record.epoch if record is not None else 0, floor) + 1",
+                "record.epoch if record is not None else floor + 1",
+            ),
+        ),
+        CRASHES,
+    ),
+    Mutation(
+        "the version counter starts again in the same epoch",
+        "versions",
+        rewrite(Put, "_next_version", ("seq + 1 if known == epoch else 1", "seq % 5 + 1")),
+        CUTS,
+    ),
+)
+
+LEASES = (
+    Mutation(
+        "look at the gate before the store only",
+        "P3b",
+        swap(Runtime, "_gated", _ungated),
+        world("away", "clog", "clog", "clog", count=8),
+    ),
+    Mutation(
+        "acknowledge under an epoch that is over",
+        "P3b",
+        together(
+            rewrite(Put, "_finish", ("primary_epoch[shard] != epoch for shard", "False for shard")),
+            swap(Runtime, "_gated", _ungated),
+        ),
+        world("pause", "clog", "clog", "away", count=8),
+    ),
+    Mutation(
+        "date the lease from the answer to the renewal",
+        "P3b",
+        rewrite(Lease, "_extended", ("self.deadline_ns = event.sent_ns", "self.deadline_ns = event.now_ns")),
+        FREEZES,
+    ),
+    Mutation(
+        "heartbeat without progress of the core", "P4", swap(Process, "pause", _pause_but_beat), world("pause", count=2)
+    ),
+    Mutation(
+        "take an unknown renewal for done",
+        "P3b",
+        rewrite(Lease, "on_committed", ("self._read_back()", "self._extended(event)")),
+        COORDINATOR,
+    ),
+    Mutation(
+        "take an unknown takeover for done",
+        "P3a",
+        rewrite(
+            Failover,
+            "on_committed",
+            ("event.status is not CommitStatus.COMMITTED", "event.status is CommitStatus.REFUSED"),
+            ("record, event.revision)", "record, event.revision or self.state.view.owner_revision[shard] + 1)"),
+        ),
+        world("unknown", "crash", "crash", "pause"),
+    ),
+    Mutation(
+        "take an unknown hand-over for refused",
+        "P3b",
+        rewrite(Handover, "on_committed", ('leaving.move("unknown")', "self._end(shard)")),
+        MOVES,
+    ),
+    Mutation(
+        "expire without comparing the heartbeat that was timed",
+        "no needless expiry",
+        rewrite(Failover, "_commit_death", ("Compare(HEARTBEAT_PREFIX + name, timed_revision),", "")),
+        world("silent", count=4),
+    ),
+    Mutation(
+        "no grace after an outage of the coordinator",
+        "no needless expiry",
+        rewrite(
+            Failover,
+            "_expire",
+            ("healthy_since is None or now_ns - healthy_since < settings.grace_ns", "healthy_since is None"),
+        ),
+        world("outage", count=3, unknown_share=0.0),
+    ),
+)
+
+WRITES = (
+    Mutation("stamp a replayed hint anew", "P6a", swap(Hints, "is_fresh", _yes), FEW_KEYS),
+    Mutation(
+        "let a relayed put follow what the relay holds",
+        "P6a",
+        rewrite(Put, "_accept", ("follows = begin.fresh and not begin.session and not begin.from_peer", "follows = True")),
+        FEW_KEYS,
+    ),
+    Mutation(
+        "acknowledge a session put before it is stored",
+        "P6b",
+        rewrite(
+            Put,
+            "_accept",
+            (
+                "return None if waits else _ACCEPTED",
+                "waited = self.state.view.owners[entry.shard]\n"
+                "    return PutOutcome(PutStatus.STORED, Version(waited.epoch, 1), 1) if waits and waited else _ACCEPTED",
+            ),
+        ),
+        CUTS,
+    ),
+    Mutation(
+        "acknowledge before the copies are there",
+        "P6c",
+        rewrite(
+            Put,
+            "_decide",
+            ("if not copies_wanted:\n            return outcome", "if True:\n            return outcome._replace(copies=begin.min_copies or 1)"),
+        ),
+        CUTS,
+    ),
+    Mutation("relay a put on", "one hop", rewrite(Hints, "_choose", ("hint.relayed and not direct", "False")), CUTS),
+    Mutation(
+        "merge by arrival",
+        "P5",
+        together(swap(stream, "merge", _by_arrival), swap(hints, "merge", _by_arrival)),
+        CUTS,
+    ),
+)
+
+READS = (
+    Mutation(
+        "ignore the floors of a token",
+        "P6a",
+        rewrite(Reads, "_on_session_get", ("event.floors or [NO_VERSION] * count", "[NO_VERSION] * count")),
+        FEW_KEYS,
+    ),
+    Mutation("let any copy answer a session", "deletes, P6a", swap(Reads, "_speaks_for", _yes), FEW_KEYS),
+    Mutation(
+        "show PENDING blocks to session reads",
+        "no PENDING",
+        rewrite(
+            Reads,
+            "_on_session_get",
+            (
+                "entry = self.state.directory.shards[shard].get(key)",
+                "entry = self.state.directory.shards[shard].get(key)\n"
+                "        if entry is None and key in self.hints.pending and self.hints.pending[key].entry.slot:\n"
+                "            entry = self.hints.pending[key].entry",
+            ),
+            ("elif not speaks:", "elif False:"),
+        ),
+        CUTS,
+    ),
+    Mutation("serve copies that were not verified", "P1", swap(Runtime, "bad_copies", _nothing), FLIPS),
+    Mutation(
+        "let a former replica beat a tombstone",
+        "deletes",
+        together(
+            rewrite(
+                Reads,
+                "_fetch",
+                ("info.reason in (MissReason.DELETED, MissReason.CURRENT)", "info.reason == MissReason.CURRENT"),
+            ),
+            rewrite(Reads, "_take", ("current is not None and current.slot is None and current.version >= info.version", "False")),
+            rewrite(Reads, "_missed", ("op.least[index] = max(op.least[index], _above(info))", "pass")),
+        ),
+        world("drain", "drain", "cut", "crash", keys=4, nodes=4),
+    ),
+    Mutation(
+        "bytes land after their read has ended",
+        "P2",
+        rewrite(Reading, "_rest", ("if self.ended:", "if False:")),
+        world("slow", "slow", "pause", count=6),
+    ),
+    Mutation(
+        "serve what has expired",
+        "expiry",
+        together(
+            rewrite(Reads, "_on_session_get", ("entry.expiry_ms and entry.expiry_ms <= wall_ms", "False")),
+            rewrite(Reads, "on_get", ("entry.expiry_ms and entry.expiry_ms <= wall_ms", "False")),
+            rewrite(Directory, "sweep", ("(entry.expiry_ms and entry.expiry_ms <= wall_ms)", "False")),
+        ),
+        world("crash", count=1),
+    ),
+)
+
+MEMORY = (
+    Mutation(
+        "reuse a slot while it is read",
+        "P1, P2",
+        rewrite(
+            Directory,
+            "remove",
+            ("self.unref(removed.slot)", "removed.slot.refs = 1\n        self.unref(removed.slot)"),
+        ),
+        CROWDED,
+    ),
+    Mutation("drop tombstones early", "deletes", swap(Directory, "forget_tombstones", _forget_soon), FEW_KEYS),
+    Mutation(
+        "fetch back what was evicted",
+        "evictions",
+        together(
+            rewrite(Learner, "_wants", ("directory.evicted_version(head.key) >= head.version", "False")),
+            rewrite(
+                Stream,
+                "_is_gone",
+                ("evicted > item.version or (repairing and evicted == item.version)", "False"),
+            ),
+        ),
+        CROWDED,
+    ),
+)
+
+REPAIR = (
+    Mutation(
+        "compare watermarks across epochs",
+        "P5",
+        swap(AppliedVector, "covers", _across_epochs),
+        world("crash", "pause", "cut", "isolate"),
+    ),
+    Mutation(
+        "a replica without the data takes over first",
+        "deletes, P6c",
+        rewrite(
+            __import__("emberkv.core.failover", fromlist=["takers"]),
+            "takers",
+            ("order = unbroken(view, shard, owner.in_sync)", "order = []"),
+            ("order += [name for name in unbroken(view, shard, owner.replicas) if name not in order]", ""),
+        ),
+        world("crash", "crash", "pause", "cut", keys=4),
+    ),
+    Mutation(
+        "count copies at learners",
+        "P6c",
+        rewrite(
+            Put,
+            "copied",
+            ("peer not in self.repair.complete.get(shard, ()) and (owner is None or peer not in owner.in_sync)", "False"),
+        ),
+        CRASHES,
+    ),
+    Mutation(
+        "drop what only a replica has",
+        "P5, P6c",
+        rewrite(Learner, "_hand_in", ("surplus.append(entry)", "directory.remove(entry)")),
+        world("pause", "crash", "isolate"),
+    ),
+    Mutation(
+        "adopt although a fill was lost",
+        "P5",
+        rewrite(Repair, "filled", ("lane.lost = lane.lost or not arrived", "pass")),
+        world("flip", "crash", "crash", "cut", count=8),
+    ),
+    Mutation(
+        "drop a replica before the new one is complete",
+        "P6c",
+        rewrite(
+            __import__("emberkv.core.rebalance", fromlist=["reconciled"]),
+            "reconciled",
+            ("complete = all(name == owner.primary or name in caught_up for name in ideal)", "complete = True"),
+        ),
+        MOVES,
+    ),
+)
+
+SAFETY: tuple[Mutation, ...] = (*AUTHORITY, *LEASES, *WRITES, *READS, *MEMORY, *REPAIR)
