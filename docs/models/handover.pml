@@ -59,6 +59,7 @@ bool gave_up[NODES]; /* once in each spell of being alone */
 #endif
 
 #define OPEN(i) (lease[i] && my_live[i] && seen_node[i] == i && seen_live[i] == my_live[i] && closed[i] == 0)
+#define SLOT_FREE (!slot[0].used || !slot[1].used || !slot[2].used)
 #define VACANT (own_node == NOBODY || own_live != live[own_node])
 ltl one_gate { [] (!(OPEN(0) && OPEN(1)) && !(OPEN(0) && OPEN(2)) && !(OPEN(1) && OPEN(2))) }
 ltl opens { [] <> (OPEN(0) || OPEN(1) || OPEN(2)) }
@@ -105,9 +106,8 @@ inline commits(i, target, target_live) {
 inline closes(i) {
     hand[i] = COMMITTING;
 #ifndef NOT_CLOSED
-    closed[i] = seen_rev[i];
+    closed[i] = seen_rev[i]
 #endif
-    hands++
 }
 
 active [NODES] proctype Node() {
@@ -124,18 +124,18 @@ active [NODES] proctype Node() {
     :: d_step { !my_live[me] -> live[me]++; my_live[me] = live[me]; lease[me] = true }
 
     /* Hand-over. */
-    :: atomic { OPEN(me) && hand[me] == HELD && waits[me] == 0 && hands < MAX_HANDS ->
+    :: atomic { OPEN(me) && hand[me] == HELD && waits[me] == 0 && hands < MAX_HANDS && SLOT_FREE ->
            if
            :: target = (me + 1) % 3
            :: target = (me + 2) % 3
            fi;
            if
-           :: live[target] % 2 -> closes(me); commits(me, target, live[target])
+           :: live[target] % 2 -> hands++; closes(me); commits(me, target, live[target])
            :: else
            fi;
            target = 0 }
 #ifdef ISOLATION
-    :: d_step { ALONE(me) && !gave_up[me] && OPEN(me) && hand[me] == HELD && waits[me] == 0 ->
+    :: d_step { ALONE(me) && !gave_up[me] && OPEN(me) && hand[me] == HELD && waits[me] == 0 && SLOT_FREE ->
            gave_up[me] = true; closes(me); commits(me, NOBODY, 0) }
     :: d_step { gave_up[me] && !ALONE(me) -> gave_up[me] = false }
 #endif
@@ -161,7 +161,8 @@ active [NODES] proctype Node() {
 #endif
        }
 #ifndef NOT_SETTLED
-    :: d_step { hand[me] == SETTLING && waits[me] == 0 && lease[me] -> commits(me, seen_node[me], seen_live[me]) }
+    :: d_step { hand[me] == SETTLING && waits[me] == 0 && lease[me] && SLOT_FREE ->
+           commits(me, seen_node[me], seen_live[me]) }
 #endif
 
     /* Takeover; a node that reaches nobody takes last, which has no meaning without clocks. */

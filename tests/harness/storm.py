@@ -4,14 +4,43 @@ own bookkeeping beyond what it holds and says)."""
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any
+from typing import Any, NamedTuple
 
 from emberkv.core import effects as fx
-from emberkv.messages import Replicate
-from emberkv.types import NO_VERSION, MissReason, PutStatus, Version, shard_of
+from emberkv.messages import BlockInfo, Replicate
+from emberkv.types import NO_VERSION, SHARDS, MissReason, PutOutcome, PutStatus, Version, shard_of
 from harness.world import MS, Node, World, key_of
 
-FAULTS = ("kill", "restart", "pause", "wake", "cut", "cut", "heal", "heal", "isolate", "unknown", "flip")
+FAULTS = ("kill", "restart", "pause", "wake", "cut", "cut", "heal", "heal", "isolate", "unknown", "flip", "drain")
+CLIENTS = 3
+
+
+class Client:
+    """A session: what it has seen of each key, and must never read below."""
+
+    def __init__(self) -> None:
+        self.floors: dict[bytes, Version] = {}
+
+    def saw(self, key: bytes, version: Version) -> None:
+        self.floors[key] = max(self.floors.get(key, NO_VERSION), version)
+
+    def token(self, keys: list[bytes]) -> list[Version]:
+        return [self.floors.get(key, NO_VERSION) for key in keys]
+
+
+class Read(NamedTuple):
+    """A read in progress; `client` is None for one without a token."""
+
+    keys: list[bytes]
+    floors: list[Version]
+    client: Client | None
+
+
+class Written(NamedTuple):
+    """A put in progress."""
+
+    keys: list[bytes]
+    client: Client
 
 
 class Storm:
@@ -27,17 +56,26 @@ class Storm:
         arena_slots: int = 256,
         fault_share: float = 0.06,
         flips: bool = True,
+        forgetful: bool = False,
     ) -> None:
+        """`forgetful`: deletes are remembered for a moment only, so that floors decide what is gone."""
+        memory = {"tombstone_retention_ns": 400 * MS, "hint_age_max_ns": 300 * MS} if forgetful else {}
         self.world = World(
-            "abcde"[:nodes], seed, account_every=7, arena_bytes=arena_slots * 4096, factor=2 if seed % 3 else 3
+            "abcde"[:nodes],
+            seed,
+            account_every=23,
+            arena_bytes=arena_slots * 4096,
+            factor=2 if seed % 3 else 3,
+            **memory,
         )
         self.rng = self.world.rng
         self.fault_share = fault_share if faults else 0.0
         self.keys = [key_of(number) for number in range(keys)]
         self.values: dict[bytes, set[bytes]] = defaultdict(set)
         self.contents: dict[tuple[int, Version], tuple[bytes, bytes]] = {}
-        self.gets: dict[int, list[bytes]] = {}
-        self.puts: dict[int, list[bytes]] = {}
+        self.clients = [Client() for _ in range(CLIENTS)]
+        self.gets: dict[int, Read] = {}
+        self.puts: dict[int, Written] = {}
         self.number = 0
         self.flips = flips
         self.exact = arena_slots > 3 * keys
@@ -63,22 +101,12 @@ class Storm:
 
     def check_results(self) -> None:
         world = self.world
-        for op, keys in list(self.gets.items()):
-            if op in world.results:
-                del self.gets[op]
-                for key, (info, data) in zip(keys, world.results.pop(op), strict=True):
-                    if info.reason == MissReason.NONE:
-                        assert data in self.values[key], "a get returned bytes that nobody put under that key"
-                        self.hits += 1
-                    else:
-                        assert data is None
-        for op in list(self.puts):
-            if op in world.results:
-                keys = self.puts.pop(op)
-                outcomes = world.results.pop(op)
-                if outcomes != "aborted":
-                    assert len(outcomes) == len(keys)
-                    self.stored += sum(outcome.status is PutStatus.STORED for outcome in outcomes)
+        for op in [op for op in self.gets if op in world.results]:
+            self.check_read(self.gets.pop(op), world.results.pop(op))
+        for op in [op for op in self.puts if op in world.results]:
+            written, outcomes = self.puts.pop(op), world.results.pop(op)
+            if outcomes != "aborted":
+                self.check_written(written, outcomes)
         slack = 3 * world.tick_ms * MS
         for op, (deadline, name) in list(world.asked.items()):
             node = world.nodes[name]
@@ -92,6 +120,26 @@ class Storm:
                 elif node.running_since + slack < world.now:
                     assert world.now <= deadline + slack, f"operation {op} at {name} outlived its deadline"
 
+    def check_read(self, read: Read, found: list[tuple[BlockInfo, bytes | None]]) -> None:
+        for key, floor, (info, data) in zip(read.keys, read.floors, found, strict=True):
+            if info.reason == MissReason.NONE:
+                assert data in self.values[key], "a get returned bytes that nobody put under that key"
+                self.hits += 1
+            else:
+                assert data is None
+                assert info.reason != MissReason.CURRENT, "what nodes say to each other reached a client"
+            if info.reason in (MissReason.NONE, MissReason.DELETED) and read.client is not None:
+                assert info.version >= floor, f"a session that saw {floor} was served {info.version}"
+                assert info.version != NO_VERSION, "a session was served a block that no primary has met"
+                read.client.saw(key, info.version)
+
+    def check_written(self, written: Written, outcomes: list[PutOutcome]) -> None:
+        assert len(outcomes) == len(written.keys)
+        for key, outcome in zip(written.keys, outcomes, strict=True):
+            if outcome.status is PutStatus.STORED:
+                self.stored += 1
+                written.client.saw(key, outcome.version)
+
     # -- what happens --------------------------------------------------------------------------------------------
 
     def request(self) -> None:
@@ -102,9 +150,11 @@ class Storm:
             return
         keys = rng.sample(self.keys, rng.randint(1, min(4, len(self.keys))))
         if rng.random() < 0.5:
-            op = world.get(name, keys, session=rng.random() < 0.6, verify=True,
+            client = rng.choice(self.clients) if rng.random() < 0.6 else None
+            floors = client.token(keys) if client is not None else []
+            op = world.get(name, keys, session=client is not None, verify=True, floors=floors,
                            deadline_ms=rng.choice([5, 100, 300]))  # fmt: skip
-            self.gets[op] = keys
+            self.gets[op] = Read(keys, floors or [NO_VERSION] * len(keys), client)
             return
         delete = rng.random() < 0.1
         datas = []
@@ -117,15 +167,13 @@ class Storm:
         op = world.put(name, keys, datas, session=rng.random() < 0.6, fresh=rng.random() < 0.8, delete=delete,
                        min_copies=rng.choice([1, 1, 2]), deadline_ms=rng.choice([50, 300, 1000]),
                        abort=not delete and rng.random() < 0.05)  # fmt: skip
-        self.puts[op] = keys
+        self.puts[op] = Written(keys, rng.choice(self.clients))
 
     def fault(self) -> None:
         world, rng = self.world, self.rng
         name = rng.choice(world.names)
         node = world.nodes[name]
-        kind = rng.choice(
-            ["kill", "restart", "pause", "wake", "cut", "cut", "heal", "heal", "isolate", "unknown", "flip"]
-        )
+        kind = rng.choice(FAULTS)
         if kind == "kill" and sum(n.alive for n in world.nodes.values()) > 1:
             world.kill(name)
         elif kind == "restart":
@@ -143,16 +191,22 @@ class Storm:
             world.isolate_coordinator(name)
         elif kind == "unknown":
             world.unknown_share = rng.choice([0.0, 0.2, 0.5])
+        elif kind == "drain" and node.alive:
+            world.undrain(name) if rng.random() < 0.4 else world.drain(name)
         elif kind == "flip" and node.alive:
-            tables = node.core.state.directory.shards
-            # Bytes that a reader has verified already are its own; nobody could see a flip after that.
-            entries = [e for table in tables for e in table.values() if e.slot and e.length and e.slot.refs == 1]
-            if entries:
-                self.exact = False
-                place = node.tier.bytes[rng.choice(entries).slot.offset]
-                place[rng.randrange(len(place))] ^= 1 + rng.randrange(255)
+            self.flip(node)
         elif kind == "heal":
             self.heal()
+
+    def flip(self, node: Node) -> None:
+        """A memory cell fails."""
+        tables = node.core.state.directory.shards
+        # Bytes that a reader has verified already are its own; nobody could see a flip after that.
+        entries = [e for table in tables for e in table.values() if e.slot and e.length and e.slot.refs == 1]
+        if entries:
+            self.exact = False
+            place = node.tier.bytes[self.rng.choice(entries).slot.offset]
+            place[self.rng.randrange(len(place))] ^= 1 + self.rng.randrange(255)
 
     def heal(self) -> None:
         for node in self.world.nodes.values():
@@ -195,7 +249,23 @@ class Storm:
             assert not node.core.put.stream.flights, f"{name}: stream messages are unanswered"
             assert not any(node.held.values()), f"{name}: references are held by nobody"
             assert node.core.put.repair.lag() == 0, f"{name}: repair never ends"
+            assert not node.core.handover.leaving, f"{name}: a hand-over never ends"
+        self.equal_vectors()
         self.equal_replicas()
+
+    def equal_vectors(self) -> None:
+        """All replicas of a shard have processed the same writes, and no shard is left on a node that drains."""
+        world = self.world
+        for shard in range(SHARDS):
+            view = world.nodes[world.primary(shard)].core.state.view
+            replicas = view.owners[shard].replicas
+            found = {name: world.nodes[name].core.put.stream.vector(shard).spans() for name in replicas}
+            assert len({tuple(spans) for spans in found.values()}) == 1, f"shard {shard} at rest: {found}"
+            draining = {name for name in view.live_nodes() if view.is_draining(name)}
+            if draining < set(view.live_nodes()):
+                assert not draining.intersection(replicas), (
+                    f"shard {shard}: {view.owners[shard]} while {draining} drain"
+                )
 
     def equal_replicas(self) -> None:
         world = self.world

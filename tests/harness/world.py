@@ -121,6 +121,12 @@ class World(Network):
         """This life of the node shall give its shards away."""
         self.write(DRAIN_PREFIX + name, DrainRecord(self.nodes[name].incarnation))
 
+    def undrain(self, name: str) -> None:
+        """It shall take part again."""
+        if self.coordinator.get(DRAIN_PREFIX + name) is not None:
+            self.coordinator.commit([], [Write(DRAIN_PREFIX + name, None)])
+            self._notify()
+
     def join(self, name: str) -> None:
         """A node that nobody expected joins."""
         self.names.append(name)

@@ -1,6 +1,7 @@
 """Laws of the pure parts, over all inputs that hypothesis thinks of."""
 
 import math
+from collections.abc import Iterable
 from itertools import pairwise
 
 from hypothesis import given, settings
@@ -10,8 +11,13 @@ from emberkv.core.budget import Costs, plan, smallest_budget_ms
 from emberkv.core.eviction import PROTECTED_SHARE, Residency
 from emberkv.core.merge import AppliedVector, merge, stamp_of
 from emberkv.core.placement import ranked, replicas
+from emberkv.core.rebalance import handed_to, is_home, proposed, reconciled, successor
+from emberkv.core.view import ClusterView, encode_record, owner_key
 from emberkv.errors import ConfigError
-from emberkv.types import SHARDS, EntryState, Version
+from emberkv.messages import DrainRecord, ShardOwner
+from emberkv.ports import Record
+from emberkv.types import SHARDS, EntryState, Version, checksum
+from harness.bare import live
 
 stamps = st.builds(
     stamp_of,
@@ -44,17 +50,90 @@ def test_order_and_repetition_of_deliveries_do_not_matter(found, random):
     assert fold(found) == fold(shuffled)
 
 
-@given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 40)), max_size=60))
-def test_applied_vector_holds_exactly_what_was_added(added):
+writes = st.lists(st.tuples(st.integers(1, 3), st.integers(1, 40)), max_size=60)
+
+
+def vector_of(versions: Iterable[tuple[int, int]]) -> AppliedVector:
     vector = AppliedVector()
-    for version in added:
+    for version in versions:
         vector.add(Version(*version))
-    held = {(e, s) for e, spans in vector.ranges.items() for low, high in spans for s in range(low, high + 1)}
-    assert held == set(added)
-    for epoch, spans in vector.ranges.items():
-        assert all(left[1] + 1 < right[0] for left, right in pairwise(spans))
-        missing = {s for low, high in vector.holes(epoch) for s in range(low, high + 1)}
-        assert missing == set(range(1, spans[-1][1])) - {s for e, s in added if e == epoch}
+    return vector
+
+
+def held(vector: AppliedVector) -> set[tuple[int, int]]:
+    return {(span.epoch, seq) for span in vector.spans() for seq in range(span.first, span.last + 1)}
+
+
+@given(writes)
+def test_applied_vector_holds_exactly_what_was_added_in_ranges_that_are_apart(added):
+    vector = vector_of(added)
+    assert held(vector) == set(added)
+    for left, right in pairwise(vector.spans()):
+        assert left.epoch < right.epoch or left.last + 1 < right.first
+    assert all(vector.covers(Version(e, s)) is ((e, s) in added) for e in range(1, 5) for s in range(1, 42))
+
+
+@given(writes, writes)
+def test_union_of_vectors_is_that_of_their_writes_and_order_does_not_matter(left, right):
+    one, other = vector_of(left), vector_of(right)
+    assert one.lacks(other.spans()) is not set(right).issubset(left)
+    one.union(other.spans())
+    other.union(vector_of(left).spans())
+    assert one.spans() == other.spans()
+    assert held(one) == {*left, *right}
+    assert not one.lacks(other.spans())
+    before = one.spans()
+    one.union(before)
+    assert one.spans() == before
+
+
+@given(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 8)), max_size=150))
+def test_a_vector_is_bounded_and_says_up_to_what_it_has_forgotten_epochs(added):
+    vector, floor = AppliedVector(), Version(0, 0)
+    for version in added:
+        floor = max(floor, vector.add(Version(*version)) or floor)
+    assert len(vector.ranges) <= AppliedVector.EPOCHS_MAX
+    assert all(vector.covers(Version(*version)) or Version(*version) <= floor for version in added)
+
+
+@given(
+    names.filter(lambda nodes: len(nodes) > 1),
+    st.integers(0, SHARDS - 1),
+    st.integers(1, 3),
+    st.data(),
+)
+def test_moves_end_at_placement_and_never_leave_fewer_copies(nodes, shard, factor, data):
+    """Whatever the replicas are and whoever joined, drains or died: the primaries' policy, applied again and again."""
+    start = data.draw(st.lists(st.sampled_from(nodes), min_size=1, max_size=4, unique=True))
+    dead = {name for name in nodes if name != start[0] and data.draw(st.booleans()) and data.draw(st.booleans())}
+    draining = {name for name in nodes if data.draw(st.booleans())}
+    view = ClusterView("any")
+    records = [Record(f"live/{name}", live(name, 1, dead=name in dead), 1) for name in nodes]
+    records += [Record(f"drain/{name}", encode_record(DrainRecord(checksum(name.encode()))), 1) for name in draining]
+    owner = ShardOwner(start[0], 1, 5, tuple(start), tuple(start))
+    view.apply([*records, Record(owner_key(shard), encode_record(owner), 2)], [], full=True, now_ns=1, revision=2)
+    complete = {name for name in start if name not in dead}
+    for revision in range(3, 60):
+        owner = view.owners[shard]
+        assert owner.primary in owner.replicas
+        record = reconciled(view, shard, factor, complete, may_move=True)
+        if record is None:
+            target = successor(view, shard, factor, complete)
+            if target is None:
+                if complete >= set(owner.replicas):
+                    break
+                complete = set(owner.replicas) - dead  # repair has compared them meanwhile
+                continue
+            record = handed_to(view, shard, target, complete, factor)
+            assert (record.primary, record.epoch) == (target, owner.epoch + 1)
+        copies = len(complete.intersection(owner.replicas))
+        assert len(complete.intersection(record.replicas)) >= min(len(proposed(view, shard, factor)), copies)
+        assert set(record.in_sync) <= set(record.replicas)
+        assert len(record.former) <= factor
+        view.apply([Record(owner_key(shard), encode_record(record), revision)], [], full=False, now_ns=1)
+    else:
+        raise AssertionError(f"it moves for ever: {view.owners[shard]}")
+    assert is_home(view, shard, factor), (view.owners[shard], proposed(view, shard, factor))
 
 
 @given(names, st.integers(0, SHARDS - 1))

@@ -25,6 +25,7 @@ def options(seed: int) -> dict:
         "fault_share": draw.choice([0.03, 0.06, 0.15]),
         "arena_slots": draw.choice([16, 256, 256]),
         "flips": draw.random() < 0.3,
+        "forgetful": draw.random() < 0.3,
     }
 
 

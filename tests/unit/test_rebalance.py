@@ -110,6 +110,14 @@ def test_third_replica_that_is_one_too_many_goes_though_nothing_may_move():
     assert step(view, {THIRD, SECOND}, may_move=False) == ((BEST, SECOND), (BEST, SECOND), (THIRD,))
 
 
+def test_who_drains_is_dropped_also_where_fewer_nodes_than_copies_stay():
+    view = view_of(BEST + SECOND, owned(BEST, SECOND), draining=SECOND)
+    assert step(view, {SECOND}) == ((BEST,), (BEST,), (SECOND,))
+    view = view_of(BEST + SECOND, owned(SECOND, BEST), draining=SECOND)
+    assert step(view, {BEST}) is None
+    assert successor(view, SHARD, 2, {BEST}) == BEST
+
+
 def test_who_fell_behind_is_in_sync_no_longer():
     view = view_of("abcd", owned(BEST, SECOND))
     assert step(view, set(), may_move=False) == ((BEST, SECOND), (BEST,), ())

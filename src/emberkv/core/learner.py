@@ -50,6 +50,9 @@ class Learner:
     def __init__(self, state: State, repair: Repair) -> None:
         self.state = state
         self.repair = repair
+        self.known: set[int] = set()
+        """Shards of which this replica has processed all that some primary had: elsewhere its old copies are near
+        copies, of whose end it may have missed anything, whatever has come by the stream since."""
         self._compared: dict[int, Compared] = {}
         self._handing_in: dict[int, int] = {}
         """Items on their way to the primary, per shard."""
@@ -80,12 +83,14 @@ class Learner:
         theirs = AppliedVector()
         theirs.union(item.spans)
         self._compared[shard] = Compared(item.authority, theirs, item.floor, set())
-        if item.spans and (vector is None or (floor < item.floor and vector.lacks(item.spans))):
+        lacks = bool(item.spans) and (vector is None or vector.lacks(item.spans))
+        if lacks and (shard not in self.known or floor < item.floor):
             return VectorAnswer(int(VectorStatus.LEARNING))
         if not self._hand_in(peer, shard, drop_processed=False):
             return VectorAnswer(int(VectorStatus.BUSY))
         vector = self.stream.vector(shard)
-        if not vector.lacks(item.spans):
+        if not lacks:
+            self.known.add(shard)
             self.state.directory.raise_floor(shard, item.floor)
         return VectorAnswer(int(VectorStatus.SPANS), 0, vector.spans())
 
@@ -101,6 +106,7 @@ class Learner:
         shard = item.shard
         if shard not in self._compared or self._compared[shard].authority != item.authority:
             return VectorAnswer(int(VectorStatus.BUSY))
+        self.known.add(shard)
         self.stream.mark_all_applied(shard, item.spans)
         self.state.directory.raise_floor(shard, item.floor)
         if self._handing_in.get(shard):
@@ -207,6 +213,15 @@ class Learner:
         if offer.last:
             self._hand_in(peer, offer.shard, drop_processed=True)
 
-    def forget(self, shard: int) -> None:
-        """This node is no replica of the shard any more, or speaks for it itself."""
-        self._compared.pop(shard, None)
+    def on_roles(self, shards: list[int], renewed: set[int]) -> None:
+        """Who speaks for a shard has processed all there is; who is no replica of it any more knows nothing."""
+        name, view = self.state.settings.name, self.state.view
+        for shard in shards:
+            owner = view.owners[shard]
+            if owner is None or name not in owner.replicas:
+                self.known.discard(shard)
+                self._compared.pop(shard, None)
+        for shard in renewed:
+            self._compared.pop(shard, None)
+            if view.primary_epoch[shard]:
+                self.known.add(shard)

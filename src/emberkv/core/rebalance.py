@@ -55,7 +55,7 @@ def reconciled(view: ClusterView, shard: int, factor: int, caught_up: set[str], 
     elif may_move or len(replicas) > factor:
         extra = [name for name in replicas if name not in ideal and name != owner.primary]
         staying = [name for name in replicas if name not in extra[:1] and (name == owner.primary or name in caught_up)]
-        if extra and len(staying) >= factor:
+        if extra and len(staying) >= len(ideal):
             replicas.remove(extra[0])
             gone.append(extra[0])
     record = record_of(owner, replicas, caught_up, factor, (*gone, *owner.former))

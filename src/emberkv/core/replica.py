@@ -156,8 +156,8 @@ class Replica:
         renewed = {shard for shard in shards if after[shard] != before[shard]}
         for shard in renewed:
             self.put.repair.complete.pop(shard, None)
-            self.put.learner.forget(shard)
         self.put.stream.on_roles(shards, renewed)
+        self.put.learner.on_roles(shards, renewed)
         self.state.review.update(shard for shard in shards if after[shard])
         self.put.repair.on_roles([shard for shard in shards if after[shard]], renewed)
 

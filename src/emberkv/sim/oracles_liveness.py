@@ -15,7 +15,7 @@ from emberkv.messages import Offer, Replicate
 from emberkv.sim.history import NEVER, SCOPE, Request
 from emberkv.sim.oracle import Oracle, Passing
 from emberkv.sim.oracles_evidence import life_of
-from emberkv.types import Level, MissReason, PutStatus, shard_of
+from emberkv.types import Level, MissReason, PutStatus, Version, shard_of
 
 MS: Final = 1_000_000
 HIT_FLOOR: Final = {0: 0.9, 1: 0.5}
@@ -111,6 +111,11 @@ class Agreement(Oracle):
         for key in self.history.by_key:
             self._same(key)
 
+    def _left_for_room(self, key: bytes, version: Version) -> bool:
+        """Has any node given up this version for room?"""
+        live = [process for process in self.cluster.processes.values() if process.alive]
+        return any(process.core.state.directory.evicted_version(key) >= version for process in live)
+
     def _same(self, key: bytes) -> None:
         entries = self.evidence.entries(key)
         held = {name: entry for name, entry in entries.items() if entry is not None}
@@ -120,6 +125,8 @@ class Agreement(Oracle):
             self.broken(f"key {key.hex()[16:24]} of shard {shard_of(key)} differs at rest: {told}")
         if held and len(held) < len(entries) and key.startswith(SCOPE) and key not in self.cluster.damaged:
             newest = max(entry.version for entry in held.values())
+            if self._left_for_room(key, newest):
+                return  # whoever was primary then could not give it to those who joined later
             for name in entries.keys() - held.keys():
                 directory = self.cluster.processes[name].core.state.directory
                 gone = max(directory.evicted_version(key), directory.floors[shard_of(key)])

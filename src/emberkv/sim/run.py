@@ -44,6 +44,9 @@ SPARED_SHARE = 0.25
 """Share of runs in which one dead node stays dead when the rest is healed."""
 SETTLE_BUDGETS = 3.0
 """After healing, every shard is served within so many budgets (a double fault takes two; starting takes one)."""
+RESTORED_MS = 12_000.0
+"""A backup from before the first owner records makes the cluster start anew, and a first start waits for the members
+that it expects (failover.FIRST_START_PATIENCE_NS)."""
 AGREE_HEARTBEATS = 2.0
 """Two repair rounds: a shard that a reconcile has changed is compared at the latest a heartbeat later."""
 TRANSFER_MS = 500.0
@@ -195,6 +198,8 @@ class Run:
         """P4, coarsely: every shard is served, every live node is a member and connected to the others."""
         self.outcome.phase = "settling"
         limit_ms = SETTLE_BUDGETS * self.options.budget_ms
+        if "P4" in self.cluster.waivers:
+            limit_ms += RESTORED_MS
         found = self.cluster.run_until(lambda: self.cluster.settled() and apart(self.cluster) == "", limit_ms)
         if found is None:
             why = apart(self.cluster) or f"{self._unserved()} shards have no working primary"
