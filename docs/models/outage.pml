@@ -11,11 +11,11 @@
  * Run: docs/models/run.sh outage
  */
 #ifndef HB
-#define HB 6            /* renewal period */
+#define HB 8            /* renewal period */
 #endif
 #define COMMIT 1        /* c: longest commit of a coordinator that works */
 #ifndef LATE
-#define LATE 1          /* j: how late a renewal may be sent, ticker's period and waiting for a turn included */
+#define LATE 2          /* j: how late a renewal may be sent, ticker's period and waiting for a turn included */
 #endif
 #define DEADLINE (HB / 2)
 #ifdef TTL_THREE_PERIODS
@@ -56,7 +56,7 @@ active proctype Time() {
     do
     :: d_step { !OVERDUE(H) && !OVERDUE(O) ->
            since[H]++; since[O]++;
-           still = (still < TTL -> still + 1 : TTL);
+           still = (still <= TTL -> still + 1 : still);
            healthy_for = (healthy && healthy_for < GRACE -> healthy_for + 1 : healthy_for) }
     od
 }
@@ -78,9 +78,9 @@ active [2] proctype Renews() {
 active proctype Expires() {
     do
 #ifdef NO_GRACE
-    :: d_step { !away && still >= TTL -> expired = true; assert(false) }
+    :: d_step { !away && still > TTL -> expired = true; assert(false) }
 #else
-    :: d_step { !away && still >= TTL && healthy && healthy_for >= GRACE -> expired = true; assert(false) }
+    :: d_step { !away && still > TTL && healthy && healthy_for >= GRACE -> expired = true; assert(false) }
 #endif
     od
 }

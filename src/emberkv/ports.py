@@ -130,8 +130,12 @@ class Slot(Protocol):
 
     offset: int
     length: int
+    size_class: int
+    """Bytes of the tier that it takes, at least `length`; 0 once it is released."""
     refs: int
     """Owners of the bytes: the entry, readers, senders. Only the core counts; 0 means released."""
+    key: bytes
+    """The core's note of the entry that owns it or owned it last; empty while it is being filled."""
 
 
 class Tier(Protocol):
@@ -153,8 +157,14 @@ class Tier(Protocol):
         """(bytes used, bytes configured)."""
         ...
 
-    def victim_helps(self, slot: Slot, length: int) -> bool:
-        """Would releasing `slot` make room for `length` bytes at once (same slot size)?"""
+    def size_class(self, length: int) -> int:
+        """Bytes that a slot for `length` bytes takes. Releasing one slot makes room for one of its own class at once,
+        and for another class only with all its neighbours (`slabs`)."""
+        ...
+
+    def slabs(self, length: int, cold: Iterable[Slot]) -> Iterator[Iterator[Slot]]:
+        """Groups of slots to release together, each making room for `length` bytes of a class that has none; first that
+        in which least is lost. `cold`, the coldest first: slots whose bytes would leave soon anyway."""
         ...
 
 

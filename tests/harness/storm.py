@@ -193,7 +193,7 @@ class Storm:
             world.unknown_share = rng.choice([0.0, 0.2, 0.5])
         elif kind == "drain" and node.alive:
             world.undrain(name) if rng.random() < 0.4 else world.drain(name)
-        elif kind == "flip" and node.alive:
+        elif kind == "flip" and node.alive and self.flips:
             self.flip(node)
         elif kind == "heal":
             self.heal()

@@ -24,7 +24,7 @@ def options(seed: int) -> dict:
         "keys": draw.choice([3, 10, 40]),
         "fault_share": draw.choice([0.03, 0.06, 0.15]),
         "arena_slots": draw.choice([16, 256, 256]),
-        "flips": draw.random() < 0.3,
+        "flips": draw.random() < 0.5,
         "forgetful": draw.random() < 0.3,
     }
 

@@ -68,7 +68,7 @@ def test_undecodable_and_foreign_records_stop_nothing():
 
 def test_heartbeats_alone_change_no_roles_and_are_timed_at_each_move():
     view = view_of(("hb/b", beat(1, 1), 1))
-    assert not view.roles_changed
+    assert not view.touched
     apply(view, ("hb/b", beat(1, 1), 1), now_ns=50)
     assert view.heartbeats["b"].seen_ns == 1
     apply(view, ("hb/b", beat(1, 2), 2), now_ns=60)
@@ -96,7 +96,7 @@ def test_a_drain_concerns_one_life_of_a_node():
     view = view_of(("live/b", live("b", 1, life), 1))
     assert not view.is_draining("b")
     apply(view, ("drain/b", drain(life), 2))
-    assert view.roles_changed
+    assert view.touched
     assert view.is_draining("b")
     apply(view, ("live/b", live("b", 2, next_life), 3))
     assert not view.is_draining("b")
@@ -106,7 +106,7 @@ def test_a_drain_concerns_one_life_of_a_node():
 def test_a_drain_ends_with_its_record():
     view = view_of(("live/b", live("b", 1), 1), ("drain/b", drain(checksum(b"b")), 2))
     apply(view, deleted=["drain/b"])
-    assert view.roles_changed
+    assert view.touched
     assert not view.is_draining("b")
 
 
@@ -123,7 +123,7 @@ FIRST, SECOND = scope_of("ns", 1), scope_of("ns", 2)
 def test_policy_is_found_by_scope_and_follows_its_record():
     view = view_of(("ns/ns", namespace(factor=3), 1))
     assert view.policies[FIRST].factor == 3
-    assert not view.roles_changed
+    assert not view.touched
     apply(view, ("ns/ns", namespace(factor=1), 3), ("ns/ns", namespace(factor=2), 2))
     assert view.policies[FIRST].factor == 1
     assert view.namespace_revision["ns"] == 3

@@ -18,23 +18,23 @@ from emberkv.errors import ConfigError
 _MARK = re.compile(r"(<!-- states: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 MACHINES: dict[str, tuple[str, Mapping[Any, Any], Mapping[str, str]]] = {
-    "lease": ("one incarnation of a node", lease.TRANSITIONS, {}),
+    "lease": ("one incarnation of a node", lease.TRANSITIONS, {"refused": "the process ends"}),
     "repair": (
         "one shard compared with one replica",
         repair.TRANSITIONS,
-        {"probing": "spans equal: complete", "adopting": "answered: complete"},
+        {"probing": "spans equal, so complete", "adopting": "answered, so complete"},
     ),
     "handover": (
         "one shard given to another primary",
         handover.TRANSITIONS,
         {
-            "closing": "the next one is lost: gate open again",
-            "committing": "committed: given; the record moved: settled",
-            "settling": "own commit, or the record moved: settled",
+            "closing": "the next one is lost, gate open again",
+            "committing": "committed, or the record moved, or refused (gate open again)",
+            "settling": "own commit, or the record moved",
         },
     ),
 }
-"""Name -> (what it is about, its table, how it ends from a state)."""
+"""Name -> (what it is about, its table, how it ends from a state). Mermaid takes neither ":" nor ";" in these words."""
 
 
 def diagram(name: str) -> str:

@@ -49,7 +49,7 @@ def takers(view: ClusterView, shard: int, members: tuple[str, ...]) -> list[str]
     # A learner holds part of the shard; a replica that has restarted may hold nothing at all.
     order += [name for name in unbroken(view, shard, owner.replicas) if name not in order]
     order += [name for name in owner.replicas if view.is_live(name) and name not in order]
-    order += [name for name in placement.ranked(shard, rebalance.homes(view)) if name not in order]
+    order += [name for name in placement.ranked(shard, view.homes()) if name not in order]
     return order
 
 
@@ -61,7 +61,7 @@ def taken(view: ClusterView, shard: int, taker: str, liveness_epoch: int, factor
     in_sync = owner.in_sync if owner is not None else ()
     kept = [name for name in old if name != taker and view.is_live(name)]
     kept.sort(key=lambda name: name not in in_sync)
-    spare = [name for name in placement.ranked(shard, rebalance.homes(view)) if name != taker and name not in kept]
+    spare = [name for name in placement.ranked(shard, view.homes()) if name != taker and name not in kept]
     replicas = tuple([taker, *kept, *spare][:factor])
     gone = tuple(name for name in old if name not in replicas)
     epoch = max(owner.epoch if owner is not None else 0, view.epoch_seen[shard], floor) + 1
@@ -220,6 +220,9 @@ class Failover:
             if shard in self._busy or shard in self.state.closed:
                 continue
             caught_up = self.caught_up.get(shard, set())
+            if rebalance.is_home(view, shard, factor, caught_up):
+                self.state.review.discard(shard)
+                continue
             moves = steady and moving < MOVES_MAX
             record = rebalance.reconciled(view, shard, factor, caught_up, may_move=moves)
             owner = view.owners[shard]
@@ -230,8 +233,6 @@ class Failover:
             elif moves and (target := rebalance.successor(view, shard, factor, caught_up)) is not None:
                 self.handover.begin(shard, target)
                 moving += 1
-            elif rebalance.is_home(view, shard, factor):
-                self.state.review.discard(shard)
             else:
                 moving += len(owner.replicas) > factor
         for start in range(0, len(due), SHARDS_PER_COMMIT):

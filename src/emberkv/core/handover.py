@@ -45,7 +45,6 @@ class Phase(Enum):
 
 TRANSITIONS = {
     (Phase.CLOSING, "nothing in flight"): Phase.COMMITTING,
-    (Phase.COMMITTING, "refused"): Phase.CLOSING,
     (Phase.COMMITTING, "unknown"): Phase.SETTLING,
     (Phase.SETTLING, "unknown"): Phase.SETTLING,
     (Phase.SETTLING, "refused"): Phase.SETTLING,

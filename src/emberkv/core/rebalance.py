@@ -15,16 +15,9 @@ from emberkv.core.view import ClusterView
 from emberkv.messages import ShardOwner
 
 
-def homes(view: ClusterView) -> list[str]:
-    """Nodes that should hold shards: those that live and do not drain; all that live if every one drains."""
-    live = view.live_nodes()
-    staying = [name for name in live if not view.is_draining(name)]
-    return staying or live
-
-
 def proposed(view: ClusterView, shard: int, factor: int) -> list[str]:
     """The replicas that placement proposes, best first."""
-    return placement.ranked(shard, homes(view))[: max(factor, 1)]
+    return placement.ranked(shard, view.homes())[: max(factor, 1)]
 
 
 def record_of(
@@ -46,7 +39,7 @@ def reconciled(view: ClusterView, shard: int, factor: int, caught_up: set[str], 
     alive = [name for name in owner.replicas if name == owner.primary or view.is_live(name)]
     gone = [name for name in owner.replicas if name not in alive]
     replicas = list(alive)
-    spare = [name for name in placement.ranked(shard, homes(view)) if name not in replicas]
+    spare = [name for name in placement.ranked(shard, view.homes()) if name not in replicas]
     while len(replicas) < factor and spare:
         replicas.append(spare.pop(0))
     missing = [name for name in ideal if name not in replicas]
@@ -64,10 +57,13 @@ def reconciled(view: ClusterView, shard: int, factor: int, caught_up: set[str], 
     return record
 
 
-def is_home(view: ClusterView, shard: int, factor: int) -> bool:
-    """Is the shard where placement proposes it, with all its replicas in sync?"""
+def is_home(view: ClusterView, shard: int, factor: int, caught_up: set[str]) -> bool:
+    """Is the shard where placement proposes it, with all its replicas in sync, by record and in fact?"""
     owner, ideal = view.owners[shard], proposed(view, shard, factor)
-    return owner is not None and owner.primary == ideal[0] and set(owner.replicas) == set(owner.in_sync) == set(ideal)
+    if owner is None or owner.primary != ideal[0] or len(owner.replicas) != len(ideal):
+        return False
+    at_home = all(name in owner.in_sync and (name == owner.primary or name in caught_up) for name in ideal)
+    return at_home and len(owner.in_sync) == len(ideal)
 
 
 def successor(view: ClusterView, shard: int, factor: int, caught_up: set[str]) -> str | None:

@@ -124,13 +124,13 @@ class Replica:
         for key in view.undecodable:
             self.state.note(f"coordinator record {key!r} cannot be decoded: is another version running?")
         view.undecodable.clear()
-        if view.roles_changed:
+        if view.touched:
             self._notice_restarts()
         self.lease.on_records(event.now_ns, full=event.full)
-        if not view.roles_changed:
+        if not view.touched:
             return  # heartbeats only, several times a lease: nothing else follows from them
         self.handover.on_records()
-        self._after_roles(before, [shard for shard, owner in enumerate(view.owners) if owner is not None])
+        self._after_roles(before, sorted(view.touched))
         if self.lease.open(event.now_ns):
             self.failover.take(event.now_ns)
         self.put.hints.flush(self.put.apply_hint)

@@ -86,8 +86,11 @@ class ClusterView:
         self.undecodable: list[str] = []
         self.doubt_until_ns: list[int] = [0] * SHARDS
         """A peer claimed a higher epoch: until then this node does not act as primary, unless its record is newer."""
-        self.roles_changed = False
-        """Did the last records change more than heartbeats?"""
+        self.touched: set[int] = set()
+        """Shards whose role here may have changed with the last records: all, when a node came, went or drains."""
+        self._nodes_changed = False
+        self._live: list[str] = []
+        self._homes: list[str] = []
 
     def apply(
         self, records: Sequence[Record], deleted: Sequence[str], *, full: bool, now_ns: int, revision: int = 0
@@ -97,7 +100,8 @@ class ClusterView:
         if full:
             listed = {record.key for record in records}
             deleted = [key for key, known in self._revisions() if key not in listed and known <= revision]
-        self.roles_changed = full
+        self.touched.clear()
+        self._nodes_changed = full
         for key in deleted:
             self._delete(key)
         for record in records:
@@ -106,8 +110,11 @@ class ClusterView:
             except (msgspec.MsgspecError, ValueError):
                 self.undecodable.append(record.key)
             self.revision = max(self.revision, record.revision)
-        if self.roles_changed:
+        if self._nodes_changed:
             self._recompute()
+        else:
+            for shard in self.touched:
+                self._recompute_shard(shard)
 
     def _revisions(self) -> Iterator[tuple[str, int]]:
         """All keys that are known, each with the revision of its last known change."""
@@ -125,20 +132,20 @@ class ClusterView:
 
     def _delete(self, key: str) -> None:
         if key.startswith(LIVE_PREFIX):
-            self.roles_changed = True
+            self._nodes_changed = True
             self.live.pop(key[len(LIVE_PREFIX) :], None)
             self.live_revision.pop(key[len(LIVE_PREFIX) :], None)
         elif key.startswith(HEARTBEAT_PREFIX):
             self.heartbeats.pop(key[len(HEARTBEAT_PREFIX) :], None)
         elif key.startswith(DRAIN_PREFIX):
-            self.roles_changed = True
+            self._nodes_changed = True
             self.drains.pop(key[len(DRAIN_PREFIX) :], None)
         elif key.startswith(NAMESPACE_PREFIX):
             self._namespace_gone(key[len(NAMESPACE_PREFIX) :])
         elif key.startswith(OWNER_PREFIX):
             shard = shard_of_key(key)
             if shard is not None:
-                self.roles_changed = True
+                self.touched.add(shard)
                 self.owners[shard], self.owner_revision[shard] = None, 0
 
     def _put(self, record: Record, now_ns: int) -> None:
@@ -152,7 +159,7 @@ class ClusterView:
         elif key.startswith(LIVE_PREFIX):
             name = key[len(LIVE_PREFIX) :]
             if record.revision > self.live_revision.get(name, 0):
-                self.roles_changed = True
+                self._nodes_changed = True
                 self.live[name] = _decode_live(record.value)
                 self.live_revision[name] = record.revision
         elif key.startswith(OWNER_PREFIX):
@@ -160,13 +167,12 @@ class ClusterView:
             if shard is None:
                 self.undecodable.append(key)
             elif record.revision > self.owner_revision[shard]:
-                self.roles_changed = True
+                self.touched.add(shard)
                 owner = _decode_owner(record.value)
                 self.owners[shard], self.owner_revision[shard] = owner, record.revision
                 self.epoch_seen[shard] = max(self.epoch_seen[shard], owner.epoch)
-
         elif key.startswith(DRAIN_PREFIX):
-            self.roles_changed = True
+            self._nodes_changed = True
             name = key[len(DRAIN_PREFIX) :]
             self.drains[name], self.drain_revision[name] = _decode_drain(record.value), record.revision
         elif key.startswith(NAMESPACE_PREFIX):
@@ -195,11 +201,21 @@ class ClusterView:
             self.dead_scopes.add(scope)
 
     def _recompute(self) -> None:
-        mine = self.my_liveness_epoch
-        self.vacant = {shard for shard in range(SHARDS) if self.is_vacant(shard)}
-        for shard, owner in enumerate(self.owners):
-            held = owner is not None and mine != 0 and owner.primary == self.name and owner.liveness_epoch == mine
-            self.primary_epoch[shard] = owner.epoch if held and owner is not None else 0
+        self._live = sorted(name for name, record in self.live.items() if not record.dead)
+        staying = [name for name in self._live if not self.is_draining(name)]
+        self._homes = staying or self._live
+        for shard in range(SHARDS):
+            self._recompute_shard(shard)
+        self.touched.update(range(SHARDS))
+
+    def _recompute_shard(self, shard: int) -> None:
+        owner, mine = self.owners[shard], self.my_liveness_epoch
+        held = owner is not None and mine != 0 and owner.primary == self.name and owner.liveness_epoch == mine
+        self.primary_epoch[shard] = owner.epoch if held and owner is not None else 0
+        if self.is_vacant(shard):
+            self.vacant.add(shard)
+        else:
+            self.vacant.discard(shard)
 
     def own_record(self, shard: int, record: ShardOwner, revision: int) -> None:
         """A record that this node has just written is known before the watch brings it."""
@@ -207,12 +223,7 @@ class ClusterView:
             self.owners[shard], self.owner_revision[shard] = record, revision
             self.revision = max(self.revision, revision)
             self.epoch_seen[shard] = max(self.epoch_seen[shard], record.epoch)
-            held = record.primary == self.name and record.liveness_epoch == self.my_liveness_epoch != 0
-            self.primary_epoch[shard] = record.epoch if held else 0
-            if self.is_vacant(shard):
-                self.vacant.add(shard)
-            else:
-                self.vacant.discard(shard)
+            self._recompute_shard(shard)
 
     def set_membership(self, liveness_epoch: int) -> None:
         """This incarnation became a member under an epoch, or (0) is none any more."""
@@ -235,8 +246,13 @@ class ClusterView:
         return drain is not None and record is not None and drain.incarnation == record.incarnation
 
     def live_nodes(self) -> list[str]:
-        """Names of live nodes, sorted."""
-        return sorted(name for name, record in self.live.items() if not record.dead)
+        """Names of live nodes, sorted; not to be changed."""
+        return self._live
+
+    def homes(self) -> list[str]:
+        """Nodes that should hold shards, sorted: those that live and do not drain; all that live if every one drains.
+        Not to be changed."""
+        return self._homes
 
     def is_vacant(self, shard: int) -> bool:
         """Nobody who lives may act as this shard's primary."""

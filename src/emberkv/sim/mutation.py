@@ -16,7 +16,9 @@ from typing import Any, Final
 
 import msgspec
 
-from emberkv.sim.engine import Options
+from emberkv.core.budget import plan
+from emberkv.sim.cluster import costs_of
+from emberkv.sim.engine import Fault, Options
 from emberkv.sim.faults import draw, draw_fault, replace_faults
 
 SEEDS_MAX: Final = 60
@@ -104,6 +106,28 @@ def world(*kinds: str, count: int = 5, **changes: Any) -> Callable[[int], Option
             settings.setdefault("tombstone_retention_ms", 6 * settings["budget_ms"])
         drawn = msgspec.structs.replace(drawn, faults=(), **settings)
         faults = [draw_fault(rng, drawn, rng.choice(kinds)) for _ in range(count if kinds else 0)]
+        return replace_faults(drawn, tuple(sorted(faults, key=lambda fault: fault.at_ms)))
+
+    return options
+
+
+def at_once(*kinds: str, groups: int = 3, **changes: Any) -> Callable[[int], Options]:
+    """As `world`, but the faults come together: each group hits one node with all of these kinds within half a lease,
+    for a lease or two."""
+
+    def options(seed: int) -> Options:
+        rng = random.Random(f"{seed}/at once")
+        drawn = world(**changes)(seed)
+        ttl_ms = plan(drawn.budget_ms, costs_of(drawn)).ttl_ms
+        faults: list[Fault] = []
+        for _ in range(groups):
+            node = rng.choice(drawn.names())
+            begin_ms = rng.random() * 0.7 * drawn.phase1_ms
+            for kind in kinds:
+                fault = draw_fault(rng, drawn, kind)
+                other = rng.choice([name for name in drawn.names() if name != node]) if fault.other else ""
+                at_ms, for_ms = begin_ms + rng.random() * ttl_ms / 2, ttl_ms * (0.7 + 1.5 * rng.random())
+                faults.append(Fault(at_ms, kind, node, other, for_ms, fault.amount, fault.flag))
         return replace_faults(drawn, tuple(sorted(faults, key=lambda fault: fault.at_ms)))
 
     return options

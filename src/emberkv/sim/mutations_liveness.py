@@ -11,7 +11,7 @@ from emberkv.core.lease import Lease
 from emberkv.core.put import Put
 from emberkv.core.repair import Repair
 from emberkv.messages import BlockInfo
-from emberkv.sim.mutation import CALM, CRASHES, CUTS, FREEZES, Mutation, rewrite, swap, world
+from emberkv.sim.mutation import CALM, CRASHES, CUTS, FREEZES, Mutation, rewrite, swap, together
 from emberkv.types import MissReason
 
 
@@ -54,6 +54,16 @@ LIVENESS: tuple[Mutation, ...] = (
     _liveness("never send hints", "no trivial success", swap(Hints, "flush", _never), CALM),
     _liveness("never renew the lease", "P4", swap(Lease, "_renew", _never), CALM),
     _liveness("never join again after an expiry", "P4", swap(Lease, "_consider_lost", _never), FREEZES),
-    _liveness("reads outlive their deadline", "P2", swap(Reads, "on_tick", _never), world("clog", "slow", "cut", count=8)),
+    _liveness(
+        "reads wait as long as their sources like",
+        "P2",
+        together(
+            swap(Reads, "on_tick", _never),
+            rewrite(
+                Reads, "_fetch", ("left_ns = op.begin.deadline_ns - self.state.now_ns", "left_ns = 20_000_000_000")
+            ),
+        ),
+        CUTS,
+    ),
     _liveness("puts outlive their deadline", "P2", rewrite(Put, "on_tick", ("self._expire(op)", "pass")), CUTS),
 )

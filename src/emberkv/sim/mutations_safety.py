@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from emberkv.core import hints, stream
+from emberkv.core import failover, hints, rebalance, stream
 from emberkv.core.directory import Directory
 from emberkv.core.failover import Failover
 from emberkv.core.get import Reads
@@ -33,6 +33,7 @@ from emberkv.sim.mutation import (
     FREEZES,
     MOVES,
     Mutation,
+    at_once,
     rewrite,
     swap,
     together,
@@ -100,9 +101,7 @@ AUTHORITY = (
     Mutation(
         "skip the authority gate",
         "P3a",
-        together(
-            swap(Stream, "gate", _gate_open), rewrite(Stream, "_take", ("item.authority < seen", "False"))
-        ),
+        together(swap(Stream, "gate", _gate_open), rewrite(Stream, "_take", ("item.authority < seen", "False"))),
         FREEZES,
     ),
     Mutation(
@@ -119,7 +118,7 @@ AUTHORITY = (
         "believe an old primary's answer",
         "P3a",
         rewrite(Hints, "on_answer", ("0 < authority < self.state.view.epoch_seen[hint.entry.shard]", "False")),
-        world("clog", "clog", "pause", "slow"),
+        world("drain", "drain", "drain", count=6, nodes=4, delay_ms=(1.0, 60.0)),
     ),
     Mutation(
         "no liveness bump at restart",
@@ -147,7 +146,7 @@ LEASES = (
         "look at the gate before the store only",
         "P3b",
         swap(Runtime, "_gated", _ungated),
-        world("away", "clog", "clog", "clog", count=8),
+        at_once("away", "clog", "clog", groups=4, tcp_timeout_ms=1500.0),
     ),
     Mutation(
         "acknowledge under an epoch that is over",
@@ -162,7 +161,7 @@ LEASES = (
         "date the lease from the answer to the renewal",
         "P3b",
         rewrite(Lease, "_extended", ("self.deadline_ns = event.sent_ns", "self.deadline_ns = event.now_ns")),
-        FREEZES,
+        world("pause", count=8, coordinator_ms=(5.0, 25.0)),
     ),
     Mutation(
         "heartbeat without progress of the core", "P4", swap(Process, "pause", _pause_but_beat), world("pause", count=2)
@@ -188,7 +187,7 @@ LEASES = (
         "take an unknown hand-over for refused",
         "P3b",
         rewrite(Handover, "on_committed", ('leaving.move("unknown")', "self._end(shard)")),
-        MOVES,
+        at_once("drain", "unknown", "silent", groups=4, nodes=4),
     ),
     Mutation(
         "expire without comparing the heartbeat that was timed",
@@ -213,7 +212,9 @@ WRITES = (
     Mutation(
         "let a relayed put follow what the relay holds",
         "P6a",
-        rewrite(Put, "_accept", ("follows = begin.fresh and not begin.session and not begin.from_peer", "follows = True")),
+        rewrite(
+            Put, "_accept", ("follows = begin.fresh and not begin.session and not begin.from_peer", "follows = True")
+        ),
         FEW_KEYS,
     ),
     Mutation(
@@ -236,7 +237,10 @@ WRITES = (
         rewrite(
             Put,
             "_decide",
-            ("if not copies_wanted:\n            return outcome", "if True:\n            return outcome._replace(copies=begin.min_copies or 1)"),
+            (
+                "if not copies_wanted:\n            return outcome",
+                "if True:\n            return outcome._replace(copies=begin.min_copies or 1)",
+            ),
         ),
         CUTS,
     ),
@@ -254,7 +258,7 @@ READS = (
         "ignore the floors of a token",
         "P6a",
         rewrite(Reads, "_on_session_get", ("event.floors or [NO_VERSION] * count", "[NO_VERSION] * count")),
-        FEW_KEYS,
+        world("clog", "cut", "clog", "isolate", count=8, keys=4, tcp_timeout_ms=1500.0),
     ),
     Mutation("let any copy answer a session", "deletes, P6a", swap(Reads, "_speaks_for", _yes), FEW_KEYS),
     Mutation(
@@ -283,7 +287,11 @@ READS = (
                 "_fetch",
                 ("info.reason in (MissReason.DELETED, MissReason.CURRENT)", "info.reason == MissReason.CURRENT"),
             ),
-            rewrite(Reads, "_take", ("current is not None and current.slot is None and current.version >= info.version", "False")),
+            rewrite(
+                Reads,
+                "_take",
+                ("current is not None and current.slot is None and current.version >= info.version", "False"),
+            ),
             rewrite(Reads, "_missed", ("op.least[index] = max(op.least[index], _above(info))", "pass")),
         ),
         world("drain", "drain", "cut", "crash", keys=4, nodes=4),
@@ -291,7 +299,11 @@ READS = (
     Mutation(
         "bytes land after their read has ended",
         "P2",
-        rewrite(Reading, "_rest", ("if self.ended:", "if False:")),
+        rewrite(
+            Reading,
+            "_rest",
+            ("if self.ended:", "if self.ended and self._take(infos, data, begin, len(infos)) is None:"),
+        ),
         world("slow", "slow", "pause", count=6),
     ),
     Mutation(
@@ -344,22 +356,12 @@ REPAIR = (
         "a replica without the data takes over first",
         "deletes, P6c",
         rewrite(
-            __import__("emberkv.core.failover", fromlist=["takers"]),
+            failover,
             "takers",
             ("order = unbroken(view, shard, owner.in_sync)", "order = []"),
             ("order += [name for name in unbroken(view, shard, owner.replicas) if name not in order]", ""),
         ),
-        world("crash", "crash", "pause", "cut", keys=4),
-    ),
-    Mutation(
-        "count copies at learners",
-        "P6c",
-        rewrite(
-            Put,
-            "copied",
-            ("peer not in self.repair.complete.get(shard, ()) and (owner is None or peer not in owner.in_sync)", "False"),
-        ),
-        CRASHES,
+        world("crash", count=2),
     ),
     Mutation(
         "drop what only a replica has",
@@ -368,18 +370,18 @@ REPAIR = (
         world("pause", "crash", "isolate"),
     ),
     Mutation(
-        "adopt although a fill was lost",
+        "call a replica complete without filling it",
         "P5",
-        rewrite(Repair, "filled", ("lane.lost = lane.lost or not arrived", "pass")),
-        world("flip", "crash", "crash", "cut", count=8),
+        rewrite(Repair, "on_offer_answer", ("[entry for entry in wanted if entry is not None]", "[]")),
+        CRASHES,
     ),
     Mutation(
         "drop a replica before the new one is complete",
         "P6c",
         rewrite(
-            __import__("emberkv.core.rebalance", fromlist=["reconciled"]),
+            rebalance,
             "reconciled",
-            ("complete = all(name == owner.primary or name in caught_up for name in ideal)", "complete = True"),
+            ("if extra and len(staying) >= len(ideal):", "if extra:"),
         ),
         MOVES,
     ),

@@ -4,7 +4,7 @@ Why it exists: a simulated cluster proves nothing unless somebody who does not t
 in history.py (what clients heard) and oracles_evidence.py (what passed by).
 Laws: an oracle raises Violation at once, with its law's name, and changes nothing; an oracle that needs a fact it does
 not have stays silent. oracles_safety.py: what must never happen. oracles_session.py: what
-sessions are promised. oracles_liveness.py: what must happen in time.
+sessions are promised. oracles_records.py: what the coordinator's records may say. oracles_liveness.py: what must happen in time.
 Limits: about a tenth of a run's time; handlers are looked up by the type of what passes by.
 """
 
@@ -19,6 +19,7 @@ from emberkv.sim.history import History
 from emberkv.sim.oracle import Oracle
 from emberkv.sim.oracles_evidence import Evidence
 from emberkv.sim.oracles_liveness import LIVENESS
+from emberkv.sim.oracles_records import RECORDS
 from emberkv.sim.oracles_safety import SAFETY
 from emberkv.sim.oracles_session import SESSION
 
@@ -31,7 +32,7 @@ class Oracles:
     def __init__(self, cluster: Any, history: History) -> None:
         self.cluster = cluster
         self.evidence = Evidence(cluster)
-        self.oracles: list[Oracle] = [kind(self.evidence, history) for kind in (*SAFETY, *SESSION, *LIVENESS)]
+        self.oracles: list[Oracle] = [kind(self.evidence, history) for kind in (*SAFETY, *SESSION, *RECORDS, *LIVENESS)]
         self._by_type: dict[type, list[Handler]] = {}
         self._by_kind: dict[str, list[Handler]] = {}
         evidence = self.evidence

@@ -38,6 +38,14 @@ _decode_owner = msgspec.msgpack.Decoder(ShardOwner).decode
 _decode_live = msgspec.msgpack.Decoder(LiveRecord).decode
 
 
+class Change(NamedTuple):
+    """A shard's owner record was written."""
+
+    at_ns: int
+    owner: ShardOwner
+    revision: int
+
+
 class Takeover(NamedTuple):
     """A shard got a new epoch."""
 
@@ -73,7 +81,7 @@ class Evidence:
         self.cluster = cluster
         self.given: dict[tuple[int, int], tuple[str, int]] = {}
         """(shard, epoch) -> (node, its liveness epoch) that the coordinator gave it to."""
-        self.changes: dict[int, list[tuple[int, ShardOwner]]] = defaultdict(list)
+        self.changes: dict[int, list[Change]] = defaultdict(list)
         """Owner records per shard, with the time of each."""
         self.takeovers: dict[int, list[Takeover]] = defaultdict(list)
         """Those that began an epoch."""
@@ -128,7 +136,7 @@ class Evidence:
             if any(write.key == beat for write in seen.writes):
                 self.heartbeats[process.name] = now
         for shard, owner in self.owners_of(seen):
-            self.changes[shard].append((now, owner))
+            self.changes[shard].append(Change(now, owner, seen.revision))
             if owner.primary and (shard, owner.epoch) not in self.given:
                 self.given[(shard, owner.epoch)] = (owner.primary, owner.liveness_epoch)
                 if not seen.restored:  # nobody takes what a backup names: every life in it is over
@@ -251,9 +259,9 @@ class Evidence:
     def kept_by_primary(self, shard: int, epoch: int, since_ns: float) -> bool:
         """Has the primary of this epoch been the primary ever since, with its lease open, awake and in one life?"""
         changes = self.changes.get(shard)
-        if not changes or changes[-1][1].epoch != epoch:
+        if not changes or changes[-1].owner.epoch != epoch or not changes[-1].owner.primary:
             return False
-        process = self.cluster.processes[changes[-1][1].primary]
+        process = self.cluster.processes[changes[-1].owner.primary]
         awake = process.alive and process.name not in self.frozen
         return awake and self.disturbed_ns.get(process.name, 0) <= since_ns and self.may_act(process)
 
@@ -313,12 +321,17 @@ class Evidence:
         record = self.cluster.coordinator.records.get(LIVE_PREFIX + name)
         return None if record is None else _decode_live(record.value)
 
+    def unbroken(self, name: str, revision: int) -> bool:
+        """Does this node live, and has neither restarted nor rejoined since that revision?"""
+        record = self.cluster.coordinator.records.get(LIVE_PREFIX + name)
+        return record is not None and record.revision < revision and not _decode_live(record.value).dead
+
     def replicas_at(self, shard: int, at_ns: float) -> tuple[str, ...]:
         """Who was a replica by the true record then."""
         found: tuple[str, ...] = ()
-        for since_ns, owner in self.changes.get(shard, ()):
-            if since_ns <= at_ns:
-                found = owner.replicas
+        for change in self.changes.get(shard, ()):
+            if change.at_ns <= at_ns:
+                found = change.owner.replicas
         return found
 
     def held_by(self, key: bytes, version: Version, name: str, until_ns: float) -> bool:

@@ -1,4 +1,4 @@
-"""What must happen in time, and what must not grow: P2, P4, P5, P8, no trivial success, no needless expiry, rest.
+"""What must happen in time, and what must not grow: P2, P5, P8, no trivial success, rest.
 
 Why it exists: a cluster that refuses everything is safe. These laws say that it works: in time while faults go on, and
 altogether when they have ended.
@@ -10,11 +10,9 @@ from __future__ import annotations
 from typing import Any, Final
 
 from emberkv.core.state import HINTS_MAX, OPS_MAX
-from emberkv.core.view import LIVE_PREFIX
 from emberkv.messages import Offer, Replicate
 from emberkv.sim.history import NEVER, SCOPE, Request
 from emberkv.sim.oracle import Oracle, Passing
-from emberkv.sim.oracles_evidence import life_of
 from emberkv.types import Level, MissReason, PutStatus, Version, shard_of
 
 MS: Final = 1_000_000
@@ -24,8 +22,6 @@ STORED_FLOOR: Final = {0: 0.9, 1: 0.4}
 """By number of faults of a run: share of session puts that must be STORED."""
 SAMPLE_MIN: Final = 40
 """Shares of fewer than so many requests say nothing."""
-CALM_NS: Final = 1_000_000_000
-"""Takeovers are judged where nothing else has gone wrong for so long before."""
 QUIET_TTLS: Final = 2.0
 """At the end of a run repair must have been quiet for so long."""
 
@@ -58,38 +54,6 @@ class InTime(Oracle):
     def at_end(self) -> None:
         if self.history.open:
             self.broken(f"{next(iter(self.history.open.values())).told()} is still open")
-
-
-class TakenOver(Oracle):
-    """P4, as the records show it; run.py's prober measures it as clients see it."""
-
-    law = "P4: a node that is gone or frozen for the whole budget is primary of nothing, if another replica lives"
-
-    def watch(self, passing: Passing) -> None:
-        passing.on_kind("life", self._on_life)
-
-    def _on_life(self, process: Any, what: str) -> None:
-        record = self.evidence.live(process.name)
-        if what not in ("kill", "pause") or record is None or record.dead:
-            return
-        if self.evidence.excused("P4") or not self.evidence.calm(self.cluster.now - CALM_NS, process.name):
-            return
-        budget = self.cluster.budget
-        wait_ns = (budget.observer_ms + 2 * budget.takeover_ms + 300) * MS
-        self.cluster.after(wait_ns, self._look, life_of(process), record.epoch, self.cluster.now)
-
-    def _look(self, life: tuple[str, int], epoch: int, since_ns: int) -> None:
-        name, lives = life
-        process = self.cluster.processes[name]
-        gone = not process.alive or name in self.evidence.frozen
-        if not gone or process.lives != lives or self.evidence.disturbed_ns[name] != since_ns:
-            return
-        if not self.evidence.calm(since_ns, name):
-            return
-        for shard in self.evidence.changes:
-            owner = self.evidence.owner(shard)
-            if owner is not None and (owner.primary, owner.liveness_epoch) == (name, epoch):
-                self.broken(f"{name} has been out for {(self.cluster.now - since_ns) / 1e6:.0f} ms and keeps {shard}")
 
 
 class Agreement(Oracle):
@@ -236,35 +200,6 @@ class NotTrivial(Oracle):
             self.broken(f"{self._stored} of {self._put} session puts were stored, with {faults} faults")
 
 
-class NoNeedlessExpiry(Oracle):
-    """Nobody healthy is declared dead."""
-
-    law = "a node is not expired within a ttl of its last heartbeat, nor while it is healthy and connected"
-
-    def watch(self, passing: Passing) -> None:
-        self._lost_ns: dict[str, int] = {}
-        passing.on_kind("commit", self._on_commit)
-
-    def _on_commit(self, process: Any, seen: Any) -> None:
-        if seen.restored or process is None:
-            return
-        for write in seen.writes:
-            if write.key.startswith(LIVE_PREFIX) and write.key != LIVE_PREFIX + process.name:
-                self._expired(write.key[len(LIVE_PREFIX) :], process)
-
-    def _expired(self, name: str, by: Any) -> None:
-        now, victim = self.cluster.now, self.cluster.processes[name]
-        beat_ns = self.evidence.heartbeats.get(name, 0)
-        ttl_ns = by.core.state.settings.ttl_ns
-        if now - beat_ns < ttl_ns:
-            self.broken(f"{by.name} expired {name}, whose heartbeat was {(now - beat_ns) / MS:.0f} ms old")
-        healthy = (
-            victim.alive and name not in self.evidence.frozen and not self.evidence.cut_off(name, now - 2 * ttl_ns)
-        )
-        if healthy and self.evidence.disturbed_ns.get(name, 0) < now - 2 * ttl_ns:
-            self.broken(f"{by.name} expired {name}, which is healthy and connected")
-
-
 class Quiet(Oracle):
     """Repair ends."""
 
@@ -288,11 +223,9 @@ class Quiet(Oracle):
 
 LIVENESS: tuple[type[Oracle], ...] = (
     InTime,
-    TakenOver,
     Agreement,
     Settled,
     Bounds,
     NotTrivial,
-    NoNeedlessExpiry,
     Quiet,
 )

@@ -31,6 +31,8 @@ ATTEMPTS_MAX: Final = 4
 BATCH_MAX: Final = 8
 LENGTHS: Final = (24, 200, 900, 3000)
 """Bytes of a block; all fit one slot of the simulated arena."""
+HOME_SHARE: Final = 0.5
+"""Of the clients that have a node on their host; the others roam."""
 READ_SHARE: Final = 0.48
 DELETE_SHARE: Final = 0.08
 STRONG_SHARE: Final = 0.06
@@ -83,7 +85,7 @@ class Workload:
         names = self.cluster.names
         clients = []
         for number in range(len(names) + 1):
-            home = names[number] if number < len(names) and self.rng.random() < 0.7 else ""
+            home = names[number] if number < len(names) and self.rng.random() < HOME_SHARE else ""
             token = SessionToken("sim", TOKEN_KEYS_MAX) if self.rng.random() < 0.75 else None
             clients.append(Client(f"c{number}", home, token))
         return clients

@@ -6,14 +6,16 @@ fragmentation between slots; when it runs empty it may serve another size.
     slab:  FREE --first reserve of a size--> BOUND (size) --last release--> FREE
     slot:  (reserve) --> LIVE --(release)--> gone; releasing it again is an InvariantViolation
 
-Laws: free + used + tails == total after every call (check() proves it). reserve and release are O(1).
+Laws: free + used + tails == total after every call (check() proves it). reserve and release are O(1); `slabs`, asked
+only when a size has no slab and none is free, is O(slabs).
 Limits: one lock outside (the runtime's) protects an arena. A slot lies in one slab: blocks larger than
 `slot_bytes_max` never fit. What a slab cannot use at its end (less than a slot) is its tail.
 """
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Final
 
 import msgspec
 
@@ -26,27 +28,21 @@ SLAB_BYTES_MIN: Final = 4 << 20
 """A small arena has smaller slabs, but not below this: every size that is in use needs one of them."""
 SLABS_MIN: Final = 8
 """So many slabs even a small arena wants, to hold that many sizes at once."""
+COLD_WORTH: Final = 0.5
+"""What a byte that would leave soon anyway counts, when the slab is chosen in which least is lost."""
 
 
 class Slot(msgspec.Struct, gc=False):
     """Place of one part. `length` is what was asked for, `size_class` the bytes it takes (4 KiB multiple).
 
-    `refs` belongs to the runtime, which releases the slot when it reaches 0. `size_class` 0: released.
+    `refs` and `key` belong to the core, which releases the slot when `refs` reaches 0. `size_class` 0: released.
     """
 
     offset: int
     length: int
     size_class: int
     refs: int = 1
-
-
-class SlabRange(NamedTuple):
-    """Slots with `start <= offset < end` lie in one slab, `live` of them now, each of `size_class` bytes."""
-
-    start: int
-    end: int
-    size_class: int
-    live: int
+    key: bytes = b""
 
 
 class _Slab(msgspec.Struct, gc=False):
@@ -59,7 +55,8 @@ class _Slab(msgspec.Struct, gc=False):
     live: int
     fresh: int
     returned: list[int]
-    taken: bytearray
+    slots: list[Slot | None]
+    """Live slots by index."""
 
 
 class SlabArena:
@@ -74,7 +71,7 @@ class SlabArena:
         self.total_bytes: Final = total
         self.slot_bytes_max: Final = min(self.slab_bytes, BLOCK_BYTES_MAX)
         self._slabs: Final = [
-            _Slab(start, min(self.slab_bytes, total - start), 0, 0, 0, 0, [], bytearray())
+            _Slab(start, min(self.slab_bytes, total - start), 0, 0, 0, 0, [], [])
             for start in range(0, total, self.slab_bytes)
         ]
         # A stack with the lowest slab on top: the prefault runs upwards from 0, so low memory is ready first. A last
@@ -102,13 +99,13 @@ class SlabArena:
         else:
             index = slab.capacity - slab.fresh
             slab.fresh -= 1
-        slab.taken[index] = 1
         slab.live += 1
         if slab.live == slab.capacity:
             del self._partial[size_class][slab.start]
         self._live_by_class[size_class] += 1
         self._used_bytes += size_class
-        return Slot(slab.start + index * size_class, length, size_class)
+        slab.slots[index] = slot = Slot(slab.start + index * size_class, length, size_class)
+        return slot
 
     def release(self, slot: Slot) -> None:
         """Gives the slot back. Raises InvariantViolation when it is not live (released before, or not from here)."""
@@ -118,10 +115,10 @@ class SlabArena:
         if slab is None or not size_class or slab.size_class != size_class:
             raise InvariantViolation(f"slot at {slot.offset} is released twice or is not from this arena")
         index, rest = divmod(slot.offset - slab.start, size_class)
-        if rest or index >= slab.capacity or not slab.taken[index]:
+        if rest or index >= slab.capacity or slab.slots[index] is not slot:
             raise InvariantViolation(f"slot at {slot.offset} is released twice or is not from this arena")
         slot.size_class = 0
-        slab.taken[index] = 0
+        slab.slots[index] = None
         slab.live -= 1
         self._live_by_class[size_class] -= 1
         self._used_bytes -= size_class
@@ -140,16 +137,24 @@ class SlabArena:
         """How many live slots have the size class of `length`. 0: evicting single blocks of this size is no way."""
         return self._live_by_class.get(class_of(length), 0)
 
-    def emptiest_slab(self) -> SlabRange | None:
-        """The bound slab with the fewest live bytes, for a size that has no slab: all its slots must go to free it.
+    def slabs(self, length: int, cold: Iterable[Slot]) -> Iterator[Iterator[Slot]]:
+        """Live slots of each slab that would have room for `length` bytes if all of them were released; first that in
+        which least is lost. `cold`, the coldest first: slots whose bytes would leave soon anyway, and count less.
 
-        O(slabs); None when nothing is live.
+        Slabs of this very size are left out: there one slot is enough. Nothing may be reserved or released meanwhile.
         """
-        bound = [slab for slab in self._slabs if slab.size_class]
-        if not bound:
-            return None
-        best = min(bound, key=lambda slab: slab.live * slab.size_class)
-        return SlabRange(best.start, best.start + best.nbytes, best.size_class, best.live)
+        size_class = class_of(length)
+        # Its order, the slab with the coldest slot first, decides between slabs in which as much is lost.
+        lost: dict[int, float] = {}
+        for slot in cold:
+            position = slot.offset // self.slab_bytes
+            lost[position] = lost.get(position, 0.0) - slot.size_class * (1 - COLD_WORTH)
+        for position, slab in enumerate(self._slabs):
+            lost[position] = lost.get(position, 0.0) + slab.live * slab.size_class
+        for position in sorted(lost, key=lost.__getitem__):
+            slab = self._slabs[position]
+            if slab.live and slab.nbytes >= size_class != slab.size_class:
+                yield filter(None, slab.slots)
 
     def check(self) -> None:
         """Proves the sums from the slabs themselves, O(slots); raises InvariantViolation."""
@@ -162,9 +167,9 @@ class SlabArena:
                 free += slab.nbytes
                 continue
             _must(slab.start not in idle, f"slab {slab.start} is bound and in the pool")
-            _must(0 < slab.live == sum(slab.taken), f"slab {slab.start} counts {slab.live} live slots")
+            _must(0 < slab.live == len(slab.slots) - slab.slots.count(None), f"slab {slab.start} counts {slab.live} live slots")
             _must(slab.live + len(slab.returned) + slab.fresh == slab.capacity, f"slots of slab {slab.start} are lost")
-            _must(not any(slab.taken[i] for i in slab.returned), f"slab {slab.start} offers a live slot")
+            _must(not any(slab.slots[i] for i in slab.returned), f"slab {slab.start} offers a live slot")
             in_partial = slab.start in self._partial[slab.size_class]
             _must(in_partial == (slab.live < slab.capacity), f"slab {slab.start} is in the wrong list")
             used += slab.live * slab.size_class
@@ -188,7 +193,7 @@ class SlabArena:
             return None
         slab.size_class = size_class
         slab.capacity = slab.fresh = slab.nbytes // size_class
-        slab.taken = bytearray(slab.capacity)
+        slab.slots = [None] * slab.capacity
         self._partial.setdefault(size_class, {})[slab.start] = slab
         self._live_by_class.setdefault(size_class, 0)
         return slab
@@ -203,7 +208,7 @@ class SlabArena:
             del self._partial[size_class]
         slab.size_class = slab.capacity = slab.fresh = 0
         slab.returned = []
-        slab.taken = bytearray()
+        slab.slots = []
         if slab.nbytes < self.slab_bytes:
             self._short = slab
         else:
@@ -213,14 +218,6 @@ class SlabArena:
 def class_of(length: int) -> int:
     """Bytes that a slot for `length` bytes takes: the next multiple of a page, one page at least."""
     return -(-length // SLOT_ALIGN) * SLOT_ALIGN or SLOT_ALIGN
-
-
-def victim_helps(slot_length: int, wanted_length: int) -> bool:
-    """True when releasing one slot of `slot_length` bytes makes room for one of `wanted_length` at once.
-
-    False: only an entire slab helps (`emptiest_slab`), because a slab serves one size while it is in use.
-    """
-    return class_of(slot_length) == class_of(wanted_length)
 
 
 def _must(condition: bool, text: str) -> None:

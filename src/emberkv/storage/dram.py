@@ -13,11 +13,12 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from emberkv.errors import ConfigError, InvariantViolation
 from emberkv.ports import Slot as AnySlot
-from emberkv.storage.arena import SlabArena, Slot, victim_helps
+from emberkv.storage.arena import SlabArena, Slot, class_of
 from emberkv.storage.mapping import (
     F_SEAL_FUTURE_WRITE,
     SIZE_SEALS,
@@ -81,9 +82,13 @@ class DramTier:
         """As ports.Tier."""
         return self.arena.usage()
 
-    def victim_helps(self, slot: AnySlot, length: int) -> bool:
+    def size_class(self, length: int) -> int:
         """As ports.Tier."""
-        return victim_helps(slot.length, length)
+        return class_of(length)
+
+    def slabs(self, length: int, cold: Iterable[AnySlot]) -> Iterator[Iterator[AnySlot]]:
+        """As ports.Tier."""
+        return self.arena.slabs(length, cold)
 
     def prefault(self) -> None:
         """Begins to touch the whole arena in the background; `stats` shows how far it is. Once."""
