@@ -14,13 +14,13 @@
  * Run: docs/models/run.sh handover
  */
 #ifndef MAX_HANDS
-#define MAX_HANDS 2
+#define MAX_HANDS 1
 #endif
 #ifndef MAX_UNKNOWN
 #define MAX_UNKNOWN 2
 #endif
 #ifndef MAX_LAPSES
-#define MAX_LAPSES 2
+#define MAX_LAPSES 1
 #endif
 #ifndef MAX_EXPIRIES
 #define MAX_EXPIRIES 1

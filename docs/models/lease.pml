@@ -4,8 +4,8 @@
  *   shard; a coordinator with compare-and-set. An expired holder joins again under a new liveness epoch and may take the
  *   shard back. Commits take any time; an unknown one was applied, never is, or is applied late. Watches lag. No process
  *   has to take a step, so a frozen one is part of every run.
- * Clocks: in a true tick a clock moves by 1 or 2 units, chosen anew each tick: nominal 1.5, so d = 1/3. ttl is 6 ticks =
- *   9 units; T(1-d) = 6, T(1+d) = 12. An acknowledgement leaves up to one tick after the look at the clock (the margin).
+ * Clocks: in a true tick a clock moves by 1 or 2 units, chosen anew each tick: nominal 1.5, so d = 1/3. ttl is 4 ticks =
+ *   6 units; T(1-d) = 4, T(1+d) = 8. An acknowledgement leaves up to one tick after the look at the clock (the margin).
  * Abstraction: revisions are compared for equality only, so a view is one bit: is it current? A guarded commit that is
  *   applied late succeeds exactly if it would when sent late, so expiry and takeover are one step at the coordinator;
  *   renewals and joins are not, since they date a lease. live/H is odd while H lives, even when it is expired.
@@ -14,11 +14,11 @@
  * Run: docs/models/run.sh lease
  */
 #define LIVE_MAX 4 /* born, expired, reborn, expired again */
-#define SHORT 6    /* T(1-d): what the holder allows itself */
+#define SHORT 4    /* T(1-d): what the holder allows itself */
 #ifdef NO_DRIFT
-#define LONG 9     /* T, as if all clocks ran alike */
+#define LONG 6     /* T, as if all clocks ran alike */
 #else
-#define LONG 12    /* T(1+d): what an observer waits */
+#define LONG 8     /* T(1+d): what an observer waits */
 #endif
 #ifdef NO_MARGIN
 #define LIMIT SHORT

@@ -23,7 +23,7 @@
 #else
 #define TTL (3 * HB + 3 * LATE + COMMIT)
 #endif
-#ifdef GRACE_AS_BUDGETED
+#ifdef GRACE_WITHOUT_LATENESS
 #define GRACE (HB + 2 * COMMIT)
 #else
 #define GRACE (HB + LATE + 2 * COMMIT)

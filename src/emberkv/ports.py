@@ -6,7 +6,7 @@ A wait has a deadline; an outcome that is not known is reported as unknown, neve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
 from typing import Protocol
 

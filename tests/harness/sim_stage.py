@@ -179,7 +179,7 @@ class Stage:
         min_copies: int = 1,
         key: bytes = KEY,
         took_ms: float = 1.0,
-        deadline_ms: float = 100.0,
+        deadline_ms: float = 150.0,
         holders: str = "",
         authority: int = 0,
     ) -> Put:
@@ -218,7 +218,7 @@ class Stage:
         """A client's read; `found` None with reason NONE: bytes are `data`."""
         self.pass_ms(0.1)
         floors = [floor] if floor is not None else []
-        request = self.history.begin("client", name, level, [key], 100.0, token=token, floors=floors)
+        request = self.history.begin("client", name, level, [key], 150.0, token=token, floors=floors)
         self.pass_ms(took_ms)
         if found is not None and not found.delete:
             data = found.data

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from emberkv.storage.arena import SlabArena, Slot, victim_helps
+from collections.abc import Iterable, Iterator
+
+from emberkv.storage.arena import SlabArena, Slot, class_of
 
 
 class MemoryTier:
@@ -40,5 +42,8 @@ class MemoryTier:
     def usage(self) -> tuple[int, int]:
         return self.arena.usage()
 
-    def victim_helps(self, slot: Slot, length: int) -> bool:
-        return victim_helps(slot.length, length)
+    def size_class(self, length: int) -> int:
+        return class_of(length)
+
+    def slabs(self, length: int, cold: Iterable[Slot]) -> Iterator[Iterator[Slot]]:
+        return self.arena.slabs(length, cold)

@@ -114,6 +114,45 @@ def test_help_version_and_light_start(tmp_path: Path) -> None:
     assert loaded.stdout == b"[]\n"
 
 
+BROKEN_ROOMS = """
+import sys
+
+class Broken:
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith(("emberkv.sim", "emberkv.bench.", "emberkv.demo.", "emberkv.connectors")):
+            raise SyntaxError(f"{name} is broken")
+
+sys.meta_path.insert(0, Broken())
+from emberkv.cli.main import run
+sys.exit(run(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--help", "Commands:"),
+        ("budget 3s", "outage"),
+        ("sim --help", "Usage: emberkv sim"),
+        ("put --help", "Usage: emberkv put"),
+        ("up --help", "Usage: emberkv up"),
+    ],
+)
+def test_a_broken_tool_breaks_no_other_command(tmp_path: Path, arguments: str, words: str) -> None:
+    command = [sys.executable, "-c", BROKEN_ROOMS, *arguments.split()]
+    result = subprocess.run(command, capture_output=True, timeout=60, env=environment(tmp_path))
+    assert result.returncode == 0, result.stderr.decode()
+    assert words in result.stdout.decode()
+
+
+def test_the_tool_that_is_broken_says_so(tmp_path: Path) -> None:
+    """Which also shows that the rooms of the test above are truly broken."""
+    command = [sys.executable, "-c", BROKEN_ROOMS, "sim", "--seeds", "1", "--jobs", "1"]
+    result = subprocess.run(command, capture_output=True, timeout=60, env=environment(tmp_path))
+    assert result.returncode != 0
+    assert b"is broken" in result.stderr
+
+
 def test_budget(tmp_path: Path) -> None:
     table = run(tmp_path, "budget", "3s").stdout.decode()
     assert all(word in table for word in ("worst case", "double fault", "back-off", "smallest feasible budget"))

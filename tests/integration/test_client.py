@@ -798,3 +798,36 @@ def test_answers_may_overtake_each_other(make: Callable[..., StandIn]) -> None:
         keys = new_keys(256)
         outcomes = client.put_many([(key, bytes([index]) * 10) for index, key in enumerate(keys)])
         assert [outcome.version for outcome in outcomes] == [node.blocks[key][2] for key in keys]
+
+
+def test_a_failed_call_ends_no_pin(make: Callable[..., StandIn]) -> None:
+    """A node that stood still for longer than a save waits has lost nothing, so its pins are whole."""
+    node = make()
+    with Client(node.unix) as client:
+        keys, values = filled(client, 2, 4096)
+        pinned = client.pin_many(keys)
+        node.faults.frozen = True
+        (outcome,) = client.put_many([(new_keys(1)[0], b"v")], deadline_ms=100)
+        assert outcome.status is PutStatus.UNKNOWN
+        node.faults.frozen = False
+        wait_for(lambda: client.get_many(keys)[0])
+        assert len(node.pins) == 1, "one call asked for both"
+        assert [bytes(view) for view in pinned.views if view is not None] == values
+        assert pinned.unpin()
+        wait_for(lambda: not node.pins)
+
+
+def test_pins_of_an_earlier_life_leave_no_connection_behind(make: Callable[..., StandIn]) -> None:
+    node = make()
+    with Client(node.unix) as client:
+        for _ in range(3):
+            keys, _ = filled(client, 1, 4096)
+            pinned = client.pin_many(keys)
+            assert pinned.views[0] is not None
+            node.close()
+            node = make()
+            assert not client.put_many([(keys[0], b"v")])[0].reason, "the next call dials the new life"
+            assert not pinned.unpin()
+            (known,) = [one for one in client._pool.nodes() if one.endpoint.local]
+            assert not known.idle.get("pin")
+            assert not known.open["pin"]

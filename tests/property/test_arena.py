@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
-from emberkv.storage.arena import SlabArena, Slot, class_of, victim_helps
+from emberkv.storage.arena import SlabArena, Slot, class_of
 from emberkv.storage.mapping import SIZE_SEALS, memory_file
 from emberkv.storage.staging import StagingMap
 
@@ -58,28 +58,30 @@ class ArenaMachine(RuleBasedStateMachine):
         length, offset = slot.length, slot.offset
         self.live = [other for other in self.live if other is not slot]
         self.arena.release(slot)
-        # What victim_helps promises: one victim of the same class makes room at once.
-        assert victim_helps(length, length)
+        # One victim of the same class makes room at once.
         again = self.arena.reserve(length)
         assert again is not None
         assert again.size_class == class_of(length)
         self.arena.release(again)
         assert offset < self.arena.total_bytes
 
-    @rule()
-    def drain_the_emptiest_slab(self) -> None:
-        chosen = self.arena.emptiest_slab()
-        if chosen is None:
-            assert not self.live
-            return
-        inside = [slot for slot in self.live if chosen.start <= slot.offset < chosen.end]
-        assert len(inside) == chosen.live
-        self.live = [slot for slot in self.live if not chosen.start <= slot.offset < chosen.end]
-        for slot in inside:
-            self.arena.release(slot)
-        whole = self.arena.reserve(chosen.end - chosen.start)
-        assert whole is not None, "a drained slab takes any size that fits it"
-        self.arena.release(whole)
+    @rule(length=st.integers(0, 9 * PAGE), data=st.data())
+    def drain_a_slab(self, length: int, data: st.DataObject) -> None:
+        cold = data.draw(st.lists(st.sampled_from(self.live), unique_by=id)) if self.live else []
+        groups = [list(slots) for slots in self.arena.slabs(length, cold)]
+        offered = [slot for group in groups for slot in group]
+        assert len({slot.offset for slot in offered}) == len(offered)
+        for slot in self.live:
+            start = slot.offset // self.arena.slab_bytes * self.arena.slab_bytes
+            fits = min(self.arena.slab_bytes, self.arena.total_bytes - start) >= class_of(length)
+            assert any(slot is other for other in offered) == (fits and slot.size_class != class_of(length))
+        if groups:
+            self.live = [slot for slot in self.live if not any(slot is other for other in groups[0])]
+            for slot in groups[0]:
+                self.arena.release(slot)
+            room = self.arena.reserve(length)
+            assert room is not None, "a drained slab takes any size that fits it"
+            self.arena.release(room)
 
     @invariant()
     def sums_hold(self) -> None:

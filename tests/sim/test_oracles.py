@@ -6,7 +6,18 @@ import pytest
 
 from emberkv.core import effects as fx
 from emberkv.core import events as ev
-from emberkv.messages import Offer, PutItem, PutReply, PutRequest, ReplicaItem, Replicate, ReplicateReply
+from emberkv.core.view import encode_record, owner_key
+from emberkv.messages import (
+    Offer,
+    PutFlag,
+    PutItem,
+    PutReply,
+    PutRequest,
+    ReplicaItem,
+    Replicate,
+    ReplicateReply,
+    ShardOwner,
+)
 from emberkv.sim.engine import Fault, Options, Violation
 from emberkv.sim.history import Put
 from emberkv.sim.lincheck import StrongOp
@@ -27,7 +38,8 @@ def stage() -> Stage:
 @pytest.fixture
 def served(stage: Stage) -> Stage:
     """Node a is primary of the key's shard under epoch 1, with b and c."""
-    stage.alive("a")
+    for name in "abc":
+        stage.alive(name)
     stage.beat("a")
     stage.own("a", 1)
     for name in "abc":
@@ -323,7 +335,7 @@ def test_strong_histories_are_judged_at_the_end(served: Stage) -> None:
 
 
 def test_a_request_ends_by_its_deadline(served: Stage) -> None:
-    served.get(None, reason=MissReason.DEADLINE, took_ms=120)
+    served.get(None, reason=MissReason.DEADLINE, took_ms=170)
     with refused("InTime"):
         served.get(None, reason=MissReason.DEADLINE, took_ms=400)
 
@@ -430,7 +442,8 @@ def test_at_rest_every_shard_has_its_primary_and_its_replicas(served: Stage) -> 
 
 def test_at_rest_no_replica_is_still_learning(served: Stage) -> None:
     settled(served)
-    served.own("a", 1, "ab")
+    owner = ShardOwner("a", 1, 1, ("a", "b", "c"), ("a", "b"))
+    served.commit("a", {owner_key(SHARD): encode_record(owner)})
     with refused("Settled"):
         at_end(served, "Settled")
 
@@ -471,7 +484,6 @@ def many(stage: Stage, hits: int, misses: int) -> None:
         stage.get(put, V1)
     for _ in range(misses):
         stage.get(None, reason=MissReason.DEADLINE)
-    stage.pass_ms(0)
 
 
 @pytest.mark.parametrize(("hits", "misses", "good"), [(95, 5, True), (80, 20, False), (0, 100, False)])
@@ -485,11 +497,11 @@ def test_a_calm_cluster_serves_what_it_stored(served: Stage, hits: int, misses: 
 
 
 def test_a_calm_cluster_stores_what_it_is_given(served: Stage) -> None:
-    for number in range(30):
+    for number in range(50):
         served.beat("a")
         served.put(version=Version(1, number + 1))
     at_end(served, "NotTrivial")
-    for _ in range(30):
+    for _ in range(50):
         served.put(status=PutStatus.REFUSED)
     with refused("NotTrivial"):
         at_end(served, "NotTrivial")
@@ -515,6 +527,65 @@ def test_who_is_gone_or_cut_off_is_expired_rightly(served: Stage) -> None:
     served.pass_ms(700)
     served.alive("a", dead=True, by="b")
     served.alive("c", dead=True, by="b")
+
+
+def test_a_shard_goes_to_a_replica_that_was_in_sync(served: Stage) -> None:
+    served.commit("a", {owner_key(SHARD): encode_record(ShardOwner("a", 1, 1, ("a", "b", "c"), ("a", "b")))})
+    served.kill("a")
+    served.processes["a"].core.lease.deadline_ns = 0
+    served.pass_ms(610)
+    with refused("Heir"):
+        served.own("c", 2, "bc")
+
+
+def test_a_shard_goes_elsewhere_when_nobody_in_sync_can_take_it(served: Stage) -> None:
+    served.commit("a", {owner_key(SHARD): encode_record(ShardOwner("a", 1, 1, ("a", "b", "c"), ("a", "b")))})
+    served.kill("a")
+    served.processes["a"].core.lease.deadline_ns = 0
+    served.processes["b"].core.lease.deadline_ns = 0
+    served.pass_ms(610)
+    served.own("c", 2, "bc")
+
+
+def test_a_live_replica_is_dropped_only_when_enough_are_in_sync_without_it() -> None:
+    stage = Stage("abcd", Options(nodes=4, factor=2))
+    for name in "abcd":
+        stage.alive(name)
+    stage.own("a", 1, "abc")
+    stage.commit("a", {owner_key(SHARD): encode_record(ShardOwner("a", 1, 1, ("a", "c"), ("a", "c")))})
+    with refused("NeverFewer"):
+        stage.commit("a", {owner_key(SHARD): encode_record(ShardOwner("a", 1, 1, ("a", "d"), ("a",)))})
+
+
+# -- expiry, relays ------------------------------------------------------------------------------------------------
+
+
+def test_what_has_expired_is_not_served(served: Stage) -> None:
+    served.history.expiry_ms = 1000
+    put = served.put(version=V1, key=b"scope..2" + checksum(b"short") * 2)
+    served.pass_ms(900)
+    served.get(put, V1, key=put.key)
+    served.pass_ms(1000)
+    with refused("Expired"):
+        served.get(put, V1, key=put.key)
+
+
+def test_a_wall_clock_that_jumped_excuses_expiry(served: Stage) -> None:
+    served.history.expiry_ms = 1000
+    served.fault(Fault(0, "wall-jump", "b"))
+    put = served.put(version=V1, key=b"scope..2" + checksum(b"short") * 2)
+    served.pass_ms(5000)
+    served.get(put, V1, key=put.key)
+
+
+def test_a_put_is_relayed_once(served: Stage) -> None:
+    item = PutItem(KEY[8:], b"x" * 24, 100)
+    relayed = PutRequest([item], scope=KEY[:8], flags=int(PutFlag.FORWARD | PutFlag.RELAY))
+    served.tell("event", "b", ev.PutBegin(served.now, 1, [KEY], [item], 0, True, True, 1, ""))
+    served.tell("effect", "b", fx.Send("c", 1, relayed, []))  # a client's put: the first hop
+    served.tell("event", "c", ev.PutBegin(served.now, 1, [KEY], [item], 0, True, True, 1, "b", relay=True))
+    with refused("OneHop"):
+        served.tell("effect", "c", fx.Send("b", 1, relayed, []))
 
 
 # -- all together --------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ Laws: an oracle only looks; it shares no code with what it judges. Each is shown
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 import numpy as np
@@ -95,8 +96,11 @@ class GuardedTier:
     def usage(self) -> tuple[int, int]:
         return self.tier.usage()  # type: ignore[attr-defined, no-any-return]
 
-    def victim_helps(self, slot: Slot, length: int) -> bool:
-        return self.tier.victim_helps(slot, length)  # type: ignore[attr-defined, no-any-return]
+    def size_class(self, length: int) -> int:
+        return self.tier.size_class(length)  # type: ignore[attr-defined, no-any-return]
+
+    def slabs(self, length: int, cold: Iterable[Slot]) -> Iterator[Iterator[Slot]]:
+        return self.tier.slabs(length, cold)  # type: ignore[attr-defined, no-any-return]
 
 
 class Ledger:

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from emberkv.errors import ConfigError, InvariantViolation
-from emberkv.storage.arena import SLAB_BYTES, SlabArena, Slot, class_of, victim_helps
+from emberkv.storage.arena import SLAB_BYTES, SlabArena, Slot, class_of
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -164,20 +164,17 @@ def test_usage_counts_whole_pages() -> None:
     assert arena.usage() == (0, MIB)
 
 
-def test_which_victims_help() -> None:
-    assert victim_helps(1, 4096)
-    assert victim_helps(4097, 8192)
-    assert not victim_helps(8192, 4096)
+def test_what_a_slot_takes() -> None:
     assert (class_of(0), class_of(1), class_of(4096), class_of(4097)) == (4096, 4096, 4096, 8192)
 
 
 def test_a_size_without_slab_is_told_which_slab_to_drain() -> None:
     arena = SlabArena(2 * MIB, slab_bytes=MIB)
-    assert arena.emptiest_slab() is None
+    assert not list(arena.slabs(8192, []))
     pages, large = [arena.reserve(4096)], fill(arena, 512 * KIB)
     assert (arena.class_slots(4096), arena.class_slots(511 * KIB), arena.class_slots(8192)) == (1, 2, 0)
     assert arena.reserve(8192) is None
-    assert arena.emptiest_slab() == (0, MIB, 4096, 1)
+    assert [list(slots) for slots in arena.slabs(8192, [])] == [pages, large]
     assert pages[0] is not None
     arena.release(pages[0])
     assert arena.reserve(8192) is not None
@@ -206,3 +203,31 @@ def test_check_sees_a_broken_sum(break_it: str) -> None:
         arena._live_by_class[4096] = 7
     with pytest.raises(InvariantViolation, match="arena"):
         arena.check()
+
+
+def test_the_slab_to_drain_is_that_in_which_least_is_lost_and_of_equal_ones_the_coldest() -> None:
+    arena = SlabArena(3 * MIB, slab_bytes=MIB)
+    slots = fill(arena, 256 * KIB)
+    first, second, third = slots[:4], slots[4:8], slots[8:]
+
+    def order(*cold: Slot) -> list[list[Slot]]:
+        return [list(group) for group in arena.slabs(4096, cold)]
+
+    assert order() == [first, second, third]
+    assert order(third[2]) == [third, first, second], "a cold block counts half"
+    assert order(second[0], third[1]) == [second, third, first], "of equal ones that with the coldest block"
+    assert order(third[1], second[0]) == [third, second, first]
+    arena.release(first[0])
+    assert order(second[0], third[1])[0] == first[1:], "three blocks are less than three and a half"
+    assert order(*third)[0] == third, "and more than four halves"
+
+
+def test_a_slab_that_is_too_short_or_of_the_same_size_is_not_drained() -> None:
+    arena = SlabArena(MIB + 8192, slab_bytes=MIB)
+    large = fill(arena, MIB)
+    short = fill(arena, 4096)
+    assert (len(large), len(short)) == (1, 2)
+    assert [list(slots) for slots in arena.slabs(8192, [])] == [short, large]
+    assert [list(slots) for slots in arena.slabs(12288, [])] == [large]
+    assert [list(slots) for slots in arena.slabs(4096, [])] == [large]
+    assert not list(arena.slabs(MIB, []))

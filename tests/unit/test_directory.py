@@ -231,3 +231,96 @@ def test_check_sees_a_wrong_sum():
     directory.entry_bytes += 1
     with pytest.raises(InvariantViolation):
         directory.check()
+
+
+def filled_with(sizes: list[int], slabs: int = 8, slab_pages: int = 4) -> tuple[Directory, dict[int, list[Entry]]]:
+    """An arena full of blocks of these sizes, in pages, one slab of each in turn."""
+    directory = directory_of(slabs * slab_pages)
+    entries: dict[int, list[Entry]] = {size: [] for size in sizes}
+    number = 0
+    for slab in range(slabs):
+        size = sizes[slab % len(sizes)]
+        for _ in range(slab_pages // size):
+            number += 1
+            directory.install(entry_of(directory, number, size * 4096))
+            entries[size].append(directory.get(key_of(number)))
+    assert not directory.evictions
+    return directory, entries
+
+
+def test_new_size_clears_one_slab_the_coldest_and_no_other():
+    directory, entries = filled_with([1, 2])
+    directory.residency.touch([entry.key for entry in entries[1][:4]])  # the first slab was read again
+    assert directory.reserve(3 * 4096) is not None
+    assert list(directory.evicted) == [entry.key for entry in entries[2][:2]]
+    directory.check()
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_refused_block_of_a_new_size_evicts_nothing(size):
+    """One pinned block in each slab: no slab can come free."""
+    directory, entries = filled_with([1, 2])
+    pinned = [directory.ref(entry.slot) for entry in entries[1][::4] + entries[2][1::2]]
+    before = directory.count()
+    assert directory.reserve(size * 4096) is None
+    assert (directory.count(), directory.evictions) == (before, 0)
+    directory.unref(pinned[2])
+    assert directory.reserve(size * 4096) is not None, "a reader has left the third slab of pages"
+    assert list(directory.evicted) == [entry.key for entry in entries[1][8:12]]
+    directory.check()
+
+
+def test_slab_with_a_block_that_is_being_filled_is_not_cleared():
+    directory = directory_of(2)  # two slabs of a page, so nothing but whole slabs
+    filling = directory.reserve(10)
+    directory.install(entry_of(directory, 1))
+    assert directory.reserve(10) is not None
+    assert directory.reserve(10) is None, "both are being filled"
+    assert filling.refs == 1
+
+
+def test_refusal_is_remembered_until_anything_changes(monkeypatch):
+    directory, entries = filled_with([1])
+    pinned = [directory.ref(entry.slot) for entry in entries[1]]
+    asked = []
+    order = directory.residency.order
+    monkeypatch.setattr(directory.residency, "order", lambda limit: asked.append(limit) or order(limit))
+    for _ in range(128):
+        assert directory.reserve(2 * 4096) is None
+    assert len(asked) == 2, "one look for a victim and one for a slab, for the whole batch"
+    for slot in pinned[:4]:
+        directory.unref(slot)
+    assert directory.reserve(2 * 4096) is not None
+    pending = directory.reserve(2 * 4096)
+    assert directory.reserve(2 * 4096) is None
+    directory.install(
+        make_entry(
+            key_of(99), state=EntryState.COMMITTED, version=Version(1, 1), put_id=b"", checksum=b"", slot=pending
+        )
+    )
+    assert directory.reserve(2 * 4096) is not None, "what was being filled may now leave"
+    directory.check()
+
+
+def test_search_for_a_slab_is_bounded(monkeypatch):
+    directory, entries = filled_with([1])
+    for entry in entries[1][3::4][:-1]:
+        directory.ref(entry.slot)  # the last slot of each slab but the last one
+    monkeypatch.setattr(Directory, "NEIGHBOURS_PER_RESERVE_MAX", 12)
+    assert directory.reserve(2 * 4096) is None
+    assert not directory.evictions
+    directory.unref(entries[1][3].slot)
+    assert directory.reserve(2 * 4096) is not None
+    directory.check()
+
+
+def test_slabs_that_are_cleared_between_two_ticks_are_bounded(monkeypatch):
+    monkeypatch.setattr(Directory, "CLEARED_PER_TICK_MAX", 5)
+    directory, _ = filled_with([1])
+    sizes = [4 * 4096] * 3
+    assert [directory.reserve(size) is not None for size in sizes] == [True, True, False]
+    assert directory.evictions == 8
+    assert directory.reserve(4096) is not None, "one of its own size is always to be had"
+    directory.now_ns += 1
+    assert [directory.reserve(size) is not None for size in sizes] == [True, True, False]
+    directory.check()

@@ -1,16 +1,17 @@
 """Which block leaves first."""
 
-from emberkv.core.eviction import ORDER_STEP, PROTECTED_SHARE, Residency
+from emberkv.core.eviction import PROTECTED_SHARE, Residency
+from emberkv.storage.arena import Slot
 
 
 def order(residency: Residency, limit: int = 1000) -> list[bytes]:
-    return list(residency.order(limit))
+    return [key for key, _ in residency.order(limit)]
 
 
 def filled(count: int) -> tuple[Residency, list[bytes]]:
     residency, keys = Residency(), [b"%03d" % index for index in range(count)]
     for key in keys:
-        residency.add(key)
+        residency.add(key, Slot(0, 1, 4096))
     return residency, keys
 
 
@@ -31,7 +32,7 @@ def test_a_scan_does_not_push_out_what_was_read_twice():
     residency, keys = filled(10)
     residency.touch(keys[:4])
     for index in range(100):
-        residency.add(b"scan%d" % index)
+        residency.add(b"scan%d" % index, Slot(0, 1, 4096))
     assert order(residency)[-4:] == [keys[3], keys[2], keys[1], keys[0]]
 
 
@@ -42,13 +43,23 @@ def test_protected_share_is_bounded():
     assert first_out == [keys[9], keys[8]]
 
 
-def test_order_survives_discards_while_it_is_read_and_respects_its_limit():
-    residency, keys = filled(3 * ORDER_STEP)
-    seen = []
-    for key in residency.order(2 * ORDER_STEP):
-        residency.discard(key)
-        seen.append(key)
-    assert len(seen) == len(set(seen))
-    assert seen[:ORDER_STEP] == keys[:ORDER_STEP]
-    assert len(list(filled(40)[0].order(5))) == 5
+def test_order_respects_its_limit_over_both_parts():
+    residency, keys = filled(40)
+    residency.touch(keys[:3])
+    assert order(residency, 5) == keys[3:8]
+    assert order(residency, 39) == [*keys[3:], keys[2], keys[1]]
     residency.discard(b"unknown")
+    assert len(residency) == 40
+
+
+def test_place_of_a_block_follows_it_through_touch_demotion_and_new_bytes():
+    residency, keys = filled(10)
+    places = dict(residency.order(10))
+    residency.touch(keys)  # more than may be protected: the last two are demoted again
+    assert dict(residency.order(10)) == places
+    assert all(residency.slot(key) is places[key] for key in keys)
+    newer = Slot(4096, 1, 4096)
+    residency.add(keys[0], newer)
+    assert residency.slot(keys[0]) is newer
+    residency.discard(keys[0])
+    assert residency.slot(keys[0]) is None

@@ -78,3 +78,29 @@ def test_current_brings_its_version_and_no_room(tier: DramTier, monkeypatch: pyt
     assert infos == [current, hit, behind]
     assert [slot is None for slot in slots] == [True, False, True]
     assert asked == [5]
+
+
+def test_connections_of_the_namespaces_that_were_read_last_are_kept(
+    fetcher: PeerFetcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One pool for each scope that ever was would keep those of dropped namespaces for ever."""
+    monkeypatch.setattr("emberkv.node.fetcher.POOLS_MAX", 3)
+
+    def pool(number: int) -> FetchPool:
+        return fetcher.start("peer", [b"scope--%d" % number + bytes(32)], True, now_ns() + SECOND)._pool
+
+    fetcher.set_peers({"peer": "127.0.0.1:1"})
+    first, second, third = pool(1), pool(2), pool(3)
+    assert pool(1) is first
+    fourth = pool(4)
+    assert [one._closed for one in (first, second, third, fourth)] == [False, True, False, False]
+    assert pool(1) is first
+    again = pool(2)
+    assert again is not second
+    assert again._addresses == {"peer": "127.0.0.1:1"}
+    assert third._closed
+    moved = {"peer": "127.0.0.1:2"}
+    fetcher.set_peers(moved)
+    assert [one._addresses for one in (first, fourth, again)] == [moved] * 3
+    fetcher.close()
+    assert all(one._closed for one in (first, fourth, again))

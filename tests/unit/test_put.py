@@ -482,3 +482,47 @@ def test_session_put_of_every_node_reads_back_everywhere():
         assert all(outcome.status is STORED and outcome.version > NO_VERSION for outcome in outcomes)
         for reader in "abc":
             assert [d for _, d in world.get_now(reader, keys)] == [b"%d" % i for i in range(20)]
+
+
+def test_forward_under_a_policy_that_is_not_here_yet_is_to_come_again():
+    bare = primary()
+    bare.core.state.view.policies[K1[:8]] = Namespace("ns", factor=1)
+    outcome = done(bare.put([K1], [b"one"], min_copies=2, peer="c")).outcomes[0]
+    assert (outcome.status, outcome.reason) == (PutStatus.REFUSED, RefuseReason.FENCED)
+    assert not bare.tier.slots
+    bare.core.state.view.policies[K1[:8]] = Namespace("ns", factor=2)
+    effects = bare.put([K1], [b"one"], op=2, min_copies=2, peer="c")
+    assert done(answer(bare, stream(effects), ReplicaStatus.STORED)).outcomes[0].copies == 2
+
+
+def raised_policy_that_travels() -> tuple[World, str, bytes]:
+    """A policy of two copies that has reached a node, and not yet the primary of a key."""
+    world = World("abc", seed=3)
+    world.settle()
+    world.run_ms(2500)
+    world.write("ns/ns", Namespace("ns", factor=1))
+    world.run_ms(50)
+    key = scope_of("ns", 1) + K1[8:]
+    name = next(name for name in "abc" if name != world.primary(shard_of(key)))
+    world.nodes[name].core.state.view.policies[key[:8]] = Namespace("ns", factor=2, min_copies=2)
+    return world, name, key
+
+
+def test_put_under_a_raised_policy_waits_until_its_primary_has_heard_of_it():
+    world, name, key = raised_policy_that_travels()
+    op = world.put(name, [key], [b"one"], min_copies=2, deadline_ms=1000)
+    world.run_ms(200)
+    assert op not in world.results, "neither refused nor acknowledged with fewer copies"
+    world.write("ns/ns", Namespace("ns", factor=2, min_copies=2, revision=2))
+    world.run_until(lambda: op in world.results, 500)
+    (outcome,) = world.results[op]
+    assert (outcome.status, outcome.copies) == (STORED, 2)
+
+
+def test_put_under_a_policy_that_never_comes_is_queued_at_its_deadline_and_not_lost():
+    world, name, key = raised_policy_that_travels()
+    (outcome,) = world.put_now(name, [key], [b"one"], min_copies=2, deadline_ms=300)
+    assert outcome.status is PutStatus.QUEUED
+    world.run_ms(500)
+    primary_name = world.primary(shard_of(key))
+    assert world.get_now(primary_name, [key])[0][1] == b"one", "nobody waits for copies any more, so one is enough"

@@ -5,8 +5,9 @@ import pytest
 from emberkv.core import effects as fx
 from emberkv.core import events as ev
 from emberkv.core.directory import make_entry
-from emberkv.messages import BlockInfo, Vector
-from emberkv.types import NO_VERSION, EntryState, MissReason, PutStatus, Version, checksum, shard_of
+from emberkv.core.view import encode_record, owner_key
+from emberkv.messages import BlockInfo, ShardOwner, Vector
+from emberkv.types import NO_VERSION, SHARDS, EntryState, MissReason, PutStatus, Version, checksum, shard_of
 from harness.bare import TTL, Bare, all_of, item, live, only, sends
 from harness.world import World, key_of
 
@@ -152,6 +153,18 @@ def test_node_that_does_not_speak_for_the_key_says_behind_whatever_it_holds():
 def test_learner_does_not_speak():
     bare = speaker("backup").own(primary="b", replicas=("b", "a"), in_sync=("b",), epoch=5)
     assert outcome(bare.get([K1], local_only=True)) == (R.BEHIND, V2)
+
+
+def test_replica_that_restarted_since_the_record_was_written_does_not_speak():
+    """The record still calls it in sync, but that was its last life: what it lacks says nothing."""
+    bare = Bare()
+    record = encode_record(ShardOwner("b", 1, 5, ("b", "a"), ("b", "a")))
+    known = [(owner_key(shard), record) for shard in range(SHARDS)]
+    effects = bare.records(("live/b", live("b", 1)), ("live/c", live("c", 1)), *known, full=True)
+    bare.committed(only(effects, fx.Commit))
+    assert outcome(bare.get([K1], local_only=True)) == (R.BEHIND, NO_VERSION)
+    bare.own(primary="b", replicas=("b", "a"), in_sync=("b", "a"))  # written since: it has been compared
+    assert outcome(bare.get([K1], local_only=True)) == (R.ABSENT, NO_VERSION)
 
 
 def test_in_sync_replica_answers_peers_though_its_lease_has_lapsed():

@@ -129,8 +129,8 @@ def test_only_our_own_slots_are_released(tier: DramTier) -> None:
     with pytest.raises(InvariantViolation, match="another tier"):
         tier.release(Foreign())
     slot = store(tier, b"x")
-    assert tier.victim_helps(slot, 4096)
-    assert not tier.victim_helps(slot, 4097)
+    assert tier.size_class(4096) == slot.size_class < tier.size_class(4097)
+    assert [list(slots) for slots in tier.slabs(4097, [])] == [[slot]]
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """Three real nodes for as long as a benchmark lasts, watched from outside.
 
 Why it exists: what a level costs shows only between nodes, and only once everything that a put set in motion is over.
-Laws: nodes and files are gone when this is left. A look at a node goes over a connection that was opened before, so that
-looking costs the same each time. Nothing here changes what the nodes hold.
+Laws: nodes and files are gone when this is left. A look at a node goes over a connection that was opened before, so
+that looking costs the same each time. Nothing here changes what the nodes hold.
 Limits: one machine; factor 2. The near node is `near`; a key's place says what that node is to it.
 """
 
@@ -21,7 +21,7 @@ from emberkv.bench.tcp_bytes import TcpBytes
 from emberkv.cli.cluster import LocalCluster
 from emberkv.cli.probe import hello
 from emberkv.config import NamespaceConfig
-from emberkv.errors import EmberError, Unavailable
+from emberkv.errors import Unavailable
 from emberkv.messages import MapReply, MapRequest, ShardOwner, StatusReply, StatusRequest
 from emberkv.net.local_link import close_fds, connect_local
 from emberkv.types import shard_of
@@ -50,7 +50,7 @@ class Place(Enum):
 
 def place_of(owner: ShardOwner | None, node: str) -> Place | None:
     """None: the shard is vacant or not in rest, and nothing is measured on it."""
-    if owner is None or owner.in_sync != owner.replicas and set(owner.in_sync) != set(owner.replicas):
+    if owner is None or set(owner.in_sync) != set(owner.replicas):
         return None
     if owner.primary == node:
         return Place.PRIMARY
@@ -162,6 +162,10 @@ class BenchCluster:
         """Who serves each shard, as the near node sees it."""
         return self._watchers[0].owners()
 
+    def layout(self) -> list[tuple[str, tuple[str, ...]] | None]:
+        """Primary and replicas of each shard: what must not change while it is measured."""
+        return [(owner.primary, owner.replicas) if owner is not None else None for owner in self.owners()]
+
     def wire_bytes(self) -> int:
         """Bytes between the nodes until now; 0 where they cannot be counted."""
         return self.wire.total() if self.wire is not None else 0
@@ -222,6 +226,3 @@ def filesystem_of(path: Path) -> str:
     except (OSError, ValueError):
         return ""
     return best[1]
-
-
-__all__ = ["NEAR", "OTHER", "STRONG_NAMESPACE", "BenchCluster", "EmberError", "Place", "filesystem_of", "place_of"]

@@ -16,7 +16,7 @@ from emberkv.core.state import Settings
 from emberkv.core.view import encode_record, owner_key
 from emberkv.messages import LiveRecord, NodeAddress, PutItem, Replicate, ReplicateReply, ShardOwner
 from emberkv.ports import CommitStatus, Record, Slot, Tier
-from emberkv.storage.arena import SlabArena, victim_helps
+from emberkv.storage.arena import SlabArena, class_of
 from emberkv.types import BATCH_KEYS_MAX, SHARDS, checksum
 
 ROUNDS = 7
@@ -34,9 +34,9 @@ class _Tier(SlabArena):
         """Nothing here has bytes."""
         raise NotImplementedError
 
-    def victim_helps(self, slot: Slot, length: int) -> bool:
+    def size_class(self, length: int) -> int:
         """As the DRAM tier."""
-        return victim_helps(slot.length, length)
+        return class_of(length)
 
 
 def _primary(arena_blocks: int) -> Replica:

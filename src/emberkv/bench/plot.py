@@ -4,7 +4,7 @@ Why it exists: a slow decline shows in a line, not in a single run. Written by h
 Laws: a panel shows what its goal speaks of (the ratio to the reference, or the value), with the goal as a dashed line;
 runs stand in the order of the file, whatever their distance in time. The file is self-contained and the same for the
 same history.
-Limits: the newest RUNS_MAX runs.
+Limits: the newest RUNS_MAX runs; other benchmarks' lines in the same file are left out.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def read(path: Path) -> list[dict[str, Any]]:
             run = msgspec.json.decode(line)
             run["cases"]
         except (msgspec.MsgspecError, KeyError, TypeError):
-            raise ConfigError(f"{path}:{number}: not a line of `emberkv bench wire --record`") from None
+            raise ConfigError(f"{path}:{number}: not a line of `emberkv bench NAME --record`") from None
         runs.append(run)
     return runs[-RUNS_MAX:]
 
@@ -164,7 +164,7 @@ def run_cli(json: bool = False, *, history: Path = HISTORY, output: Path = OUTPU
     history: the file with one run per line
     output: where the drawing goes
     """
-    runs = read(history)
+    runs = [run for run in read(history) if run.get("benchmark", "wire") == "wire"]
     if not runs:
         raise ConfigError(f"{history}: no run was recorded yet (emberkv bench wire --record {history})")
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -36,7 +36,7 @@ ANSWER_BYTES: Final = 1 << 18
 
 
 class TcpBytes:
-    """A counter over all connections that have an end on one of `ports`. Raises Unavailable if the kernel does not tell."""
+    """A counter over all connections with an end on one of `ports`. Raises Unavailable if the kernel does not tell."""
 
     def __init__(self, ports: Collection[int]) -> None:
         self._ports = frozenset(ports)

@@ -144,10 +144,12 @@ def table(report: dict[str, Any]) -> Table:
     return shown
 
 
-def append(report: dict[str, Any], path: Path) -> None:
-    """Appends the run as one JSON line: date, commit, machine and the cases without their details."""
+def append(report: dict[str, Any], path: Path, *, details: bool = False) -> None:
+    """Appends the run as one JSON line: date, commit, machine and the cases, without their details unless asked for."""
     line = {key: report[key] for key in ("benchmark", "date", "commit", "version", "machine", "seconds")}
-    line["cases"] = [{key: item for key, item in case.items() if key != "details"} for case in report["cases"]]
+    line["cases"] = [
+        {key: item for key, item in case.items() if details or key != "details"} for case in report["cases"]
+    ]
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write(msgspec.json.encode(line).decode() + "\n")

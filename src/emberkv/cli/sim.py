@@ -11,17 +11,19 @@ import random
 import statistics
 import time
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from emberkv.cli.output import emit_error, emit_json, notes, results
 from emberkv.errors import ConfigError
-from emberkv.sim.engine import Options
-from emberkv.sim.faults import draw
-from emberkv.sim.run import Outcome, run_seed
-from emberkv.sim.shrink import shrink
-from emberkv.sim.story import Story
+
+if TYPE_CHECKING:
+    from emberkv.sim.engine import Options
+    from emberkv.sim.run import Outcome
+    from emberkv.sim.story import Story
+
+# The simulator is imported where it runs: it loads the core and the node, which no other command should wait for.
 
 FRESH_FROM = 1_000_000
 """Fresh seeds lie above all fixed ones."""
@@ -66,6 +68,10 @@ def fresh_seeds(count: int) -> list[int]:
 
 
 def _one(seed: int, seconds: float, *, story: bool, smaller: bool, as_json: bool) -> int:
+    from emberkv.sim.faults import draw
+    from emberkv.sim.run import run_seed
+    from emberkv.sim.story import Story
+
     options = draw(seed, seconds=seconds)
     teller = Story()
     outcome = run_seed(seed, options, story=teller)
@@ -74,7 +80,7 @@ def _one(seed: int, seconds: float, *, story: bool, smaller: bool, as_json: bool
         teller = Story()
         outcome = run_seed(seed, options, story=teller)
     if story or outcome.violation:
-        _tell(seed, seconds, options, teller)
+        _tell(seed, seconds, options, teller, smaller=smaller)
     if as_json:
         emit_json(one_document(outcome))
     elif not outcome.violation:
@@ -86,14 +92,16 @@ def _one(seed: int, seconds: float, *, story: bool, smaller: bool, as_json: bool
 
 
 def _shrink(seed: int, options: Options) -> Options:
-    shrunk = shrink(seed, options, lambda text: notes().print(f"  {text}"))
+    from emberkv.sim.shrink import shrink
+
+    shrunk = shrink(seed, options, lambda text: notes().print(f"  {text}", soft_wrap=True, markup=False))
     if shrunk is None:
         return options
     notes().print(f"{shrunk.faults_before} faults became {len(shrunk.options.faults)} after {shrunk.runs} runs")
     return shrunk.options
 
 
-def _tell(seed: int, seconds: float, options: Options, teller: Story) -> None:
+def _tell(seed: int, seconds: float, options: Options, teller: Story, *, smaller: bool) -> None:
     console = notes()
     world = ", ".join(f"{name}={getattr(options, name)}" for name in options.__struct_fields__ if name != "faults")
     console.print(f"seed {seed}: {world}", soft_wrap=True, markup=False)
@@ -101,7 +109,11 @@ def _tell(seed: int, seconds: float, options: Options, teller: Story) -> None:
         console.print(f"  at {fault.at_ms:.0f} ms: {fault.text()}", soft_wrap=True, markup=False)
     for line in teller.lines():
         console.print(line, soft_wrap=True, markup=False)
-    console.print(f"again: emberkv sim --seed {seed} --seconds {seconds:g} --story", soft_wrap=True, markup=False)
+    console.print(
+        f"again: emberkv sim --seed {seed} --seconds {seconds:g} --story{' --shrink' if smaller else ''}",
+        soft_wrap=True,
+        markup=False,
+    )
 
 
 def one_document(outcome: Outcome) -> dict[str, Any]:
@@ -114,6 +126,9 @@ def one_document(outcome: Outcome) -> dict[str, Any]:
 
 
 def _run(task: tuple[int, float]) -> Outcome:
+    from emberkv.sim.faults import draw
+    from emberkv.sim.run import run_seed
+
     seed, seconds = task
     return run_seed(seed, draw(seed, seconds=seconds))
 
@@ -179,7 +194,7 @@ def many_document(outcomes: list[Outcome], took_s: float) -> dict[str, Any]:
 def _mutations(jobs: int, *, as_json: bool) -> int:
     from emberkv.sim.mutations import run_mutations
 
-    report = run_mutations(MUTATION_SEEDS_MAX, jobs, lambda text: notes().print(text))
+    report = run_mutations(MUTATION_SEEDS_MAX, jobs, lambda text: notes().print(text, soft_wrap=True, markup=False))
     if as_json:
         emit_json(report)
     else:

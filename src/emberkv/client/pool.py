@@ -3,6 +3,7 @@
 Why it exists: calls from many threads, nodes that die, freeze and come back, and forks, all meet here and only here.
 Laws: a connection is lent to one caller at a time; a node that failed a call is passed over until the keeper has shaken
 hands with it again, so that one dead node costs one call its patience, not each; nothing here waits past a deadline.
+A failed call ends no pin: connections of the PIN lane live on until the node itself has ended them or begun a new life.
 A forked child starts with no connection and opens its own.
 Limits: CONNECTIONS_MAX per node and lane; back-off 20 to 500 ms, jittered; learned nodes as the map has them.
 Life of a node here: untried -> up <-> failed (keeper re-dials) ; refused (only after REFUSED_RETRY_MS again).
@@ -166,8 +167,7 @@ class Pool:
         self.cluster = cluster
         for gone in known.values():  # the map no longer has it; connections out on loan end when they come back
             gone.reason = "left the map"
-            for connection in self._take_idle(gone):
-                connection.close()
+            self._close_idle(gone)
 
     def candidates(self, tried: Collection[Endpoint] = ()) -> list[Node]:
         """Nodes worth asking, best first: up or never tried, and not in `tried`."""
@@ -232,8 +232,11 @@ class Pool:
         with self._changed:
             self._counters.add("connects")
             before = node.welcome
-            if before is not None and (node.failures or before.incarnation != connection.welcome.incarnation):
+            restarted = before is not None and before.incarnation != connection.welcome.incarnation
+            if before is not None and (node.failures or restarted):
                 self._counters.add("reconnects")
+            if restarted:
+                self._close_idle(node)
             node.welcome = self._welcome = connection.welcome
             node.name = connection.welcome.node
             node.arena = connection.arena or node.arena
@@ -255,7 +258,8 @@ class Pool:
     def drop(self, node: Node, connection: Connection, error: EmberError | None) -> None:
         """Takes a connection back that cannot be used again; with `error`, the node failed and is passed over.
 
-        A loss of a connection that had worked before may mean no more than a restart: its idle sisters go too.
+        A loss of a connection that had worked before may mean no more than a restart: its idle sisters go too, but for
+        those that may hold pins.
         """
         with self._changed:
             self._discard(node, connection)
@@ -267,12 +271,15 @@ class Pool:
         connection.close()
         node.open[connection.lane] = max(0, node.open.get(connection.lane, 0) - 1)
 
-    def _take_idle(self, node: Node) -> list[Connection]:
-        taken = [connection for lane in node.idle.values() for connection in lane]
-        for connection in taken:
-            node.open[connection.lane] = max(0, node.open[connection.lane] - 1)
-        node.idle.clear()
-        return taken
+    def _close_idle(self, node: Node, *, spare_pins: bool = False) -> None:
+        """Ends the idle connections; with `spare_pins` not those of PIN that are sound, as far as can be seen here."""
+        idle, node.idle = node.idle, {}
+        for lane, connections in idle.items():
+            for connection in connections:
+                if spare_pins and lane == PIN and connection.link.is_fresh():
+                    node.idle.setdefault(PIN, []).append(connection)
+                else:
+                    self._discard(node, connection)
 
     def fail(self, node: Node, error: EmberError) -> None:
         """Passes the node over until the keeper has shaken hands with it again; asks for a new map."""
@@ -283,8 +290,8 @@ class Pool:
             if isinstance(error, HandshakeRefused):
                 backoff_ms = REFUSED_RETRY_MS
             node.retry_at_ns = now_ns() + int(backoff_ms * (0.5 + random.random() / 2) * 1e6)
-            for connection in self._take_idle(node):
-                connection.close()
+            # A node that stood still for a moment has kept every pin, and their callers still read through them.
+            self._close_idle(node, spare_pins=True)
             self._map_due = True
             self._changed.notify_all()
         self.keep()
@@ -372,8 +379,7 @@ class Pool:
         with self._changed:
             self._closed = True
             for node in self._nodes:
-                for connection in self._take_idle(node):
-                    connection.close()
+                self._close_idle(node)
                 node.arena = None
             self._changed.notify_all()
         self._wake.set()

@@ -13,7 +13,7 @@ when the last reference ends, so bytes in use are never overwritten. Sums are ch
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import msgspec
@@ -106,8 +106,16 @@ class Evicted(NamedTuple):
 class Directory:
     """Entries by shard, their residency order, and room in the tier."""
 
-    VICTIMS_PER_RESERVE_MAX = 4096
-    """Bounds the time under the lock that one reservation may spend on eviction."""
+    ORDER_PER_RESERVE_MAX = 4096
+    """Blocks that one reservation looks at, the coldest first, for one of its own size: 0.3 ms under the lock."""
+    NEIGHBOURS_PER_RESERVE_MAX = 32768
+    """Slots that it looks at to find a slab that it may clear: 4 ms; the largest slab has 16,384."""
+    CLEARED_PER_TICK_MAX = 16384
+    """Blocks that leave with their slabs between two ticks, and one slab more; then blocks of a new size are refused
+    until the next tick. One costs about 5 us under the lock: a batch of large ones in an arena of small ones would
+    else hold it for seconds."""
+    COLD_SHARE = 0.25
+    """Share of all blocks that counts as cold when a slab is chosen; were it all, the choice would be none."""
     EVICTED_MEMORY_MAX = 65536
     """How many evicted keys are remembered, so that a miss can say `evicted`."""
     TOMBSTONES_MAX = 65536
@@ -128,6 +136,10 @@ class Directory:
         self.replaced: list[dict[bytes, Version]] = [{} for _ in range(SHARDS)]
         """Of `evicted`, by shard: newest versions that left while an older one may be somewhere; repair tells them."""
         self.evictions = 0
+        self._cleared, self._cleared_ns = 0, 0
+        """Blocks that left with their slabs since the tick of that moment."""
+        self._refused: set[int] = set()
+        """Slot sizes for which nothing could be evicted, until anything changes: a batch of 128 asks only once."""
         self.tombstones_dropped = 0
         self._tombstones: OrderedDict[bytes, int] = OrderedDict()
         """Key -> when it came in, on this node's clock; the oldest first."""
@@ -163,6 +175,8 @@ class Directory:
 
     def unref(self, slot: Slot) -> None:
         """Gives one reference back; the last one frees the room."""
+        if self._refused:
+            self._refused.clear()
         slot.refs -= 1
         if slot.refs == 0:
             self.tier.release(slot)
@@ -188,8 +202,11 @@ class Directory:
             while len(self._tombstones) > self.TOMBSTONES_MAX:
                 self._forget_oldest_tombstone()
         else:
-            self.residency.add(entry.key)
+            entry.slot.key = entry.key
+            self.residency.add(entry.key, entry.slot)
             self.entry_bytes += entry.length
+            if self._refused:
+                self._refused.clear()
         if self.evicted:
             self._forget_evicted(entry.key)
 
@@ -229,29 +246,57 @@ class Directory:
             self.entry_bytes -= entry.length
 
     def reserve(self, length: int) -> Slot | None:
-        """Room for `length` bytes, evicting in policy order when there is none; None when all is in use, or when a
-        block of this length never fits."""
-        reserve = self.tier.reserve
-        slot = reserve(length)
+        """Room for `length` bytes. When there is none, the first to leave of the blocks that take as much is evicted,
+        since one of those always helps, else the blocks of one slab.
+
+        None, and nothing is evicted, when all is in use, or when a block of this length never fits.
+        """
+        slot = self.tier.reserve(length)
         if slot is not None or length > self._block_bytes_max:
             return slot
-        for entry in self._victims(length):
-            self.evict(entry)
-            slot = reserve(length)
-            if slot is not None:
-                return slot
-        return None
+        size_class = self.tier.size_class(length)
+        if size_class in self._refused:
+            return None
+        for key, victim in self.residency.order(self.ORDER_PER_RESERVE_MAX):
+            if victim.size_class == size_class and victim.refs == 1:
+                self._evict_all([key])
+                return self.tier.reserve(length)
+        if self._cleared_ns != self.now_ns:
+            self._cleared, self._cleared_ns = 0, self.now_ns
+        if self._cleared >= self.CLEARED_PER_TICK_MAX:
+            return None
+        neighbours = self._neighbours(length)
+        if not neighbours:
+            self._refused.add(size_class)
+            return None
+        self._cleared += len(neighbours)
+        self._evict_all(neighbours)
+        return self.tier.reserve(length)
 
-    def _victims(self, length: int) -> Iterator[Entry]:
-        """Same-size victims first, since one of those always helps; then any, until a slab comes free."""
-        for same_class in (True, False):
-            for key in self.residency.order(self.VICTIMS_PER_RESERVE_MAX):
-                entry = self.get(key)
-                if entry is None or entry.slot is None or entry.slot.refs > 1:
-                    continue
-                if same_class and not self.tier.victim_helps(entry.slot, length):
-                    continue
-                yield entry
+    def _neighbours(self, length: int) -> list[bytes]:
+        """Keys that leave so that a slab comes free for `length` bytes: all of one in which no slot is in use by a
+        reader, a sender or a put; empty when none was found."""
+        limit = min(self.ORDER_PER_RESERVE_MAX, int(self.COLD_SHARE * len(self.residency)) + 1)
+        cold = [slot for _, slot in self.residency.order(limit)]
+        left = self.NEIGHBOURS_PER_RESERVE_MAX
+        for slots in self.tier.slabs(length, cold):
+            keys: list[bytes] = []
+            for slot in slots:
+                if slot.refs != 1 or self.residency.slot(slot.key) is not slot:
+                    break
+                keys.append(slot.key)
+            else:
+                return keys
+            left -= len(keys) + 1
+            if left <= 0:
+                break
+        return []
+
+    def _evict_all(self, keys: list[bytes]) -> None:
+        for key in keys:
+            entry = self.get(key)
+            assert entry is not None, "what is resident has an entry"
+            self.evict(entry)
 
     def evict(self, entry: Entry, version: Version = NO_VERSION) -> None:
         """Gives up a copy for space, remembering up to which version (its own, or a newer one that found no room)."""

@@ -11,34 +11,36 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 
-ORDER_STEP = 16
-"""Victims looked at before the whole order is copied."""
+from emberkv.ports import Slot
+
 PROTECTED_SHARE = 0.8
 """Share of resident blocks that may be protected; the rest is left to newcomers, as in segmented LRU."""
 
 
 class Residency:
-    """Order of eviction over keys that hold bytes."""
+    """Order of eviction over keys that hold bytes, and where these lie."""
 
     def __init__(self) -> None:
-        self._probation: OrderedDict[bytes, None] = OrderedDict()
-        self._protected: OrderedDict[bytes, None] = OrderedDict()
+        self._probation: OrderedDict[bytes, Slot] = OrderedDict()
+        self._protected: OrderedDict[bytes, Slot] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._probation) + len(self._protected)
 
-    def add(self, key: bytes) -> None:
-        """A block came in, or got new bytes; a protected one keeps its place."""
-        if key in self._protected:
-            self._protected.move_to_end(key)
-        else:
-            self._probation[key] = None
-            self._probation.move_to_end(key)
+    def add(self, key: bytes, slot: Slot) -> None:
+        """A block came in, or got new bytes; a protected one stays so."""
+        held = self._protected if key in self._protected else self._probation
+        held[key] = slot
+        held.move_to_end(key)
 
     def discard(self, key: bytes) -> None:
         """A block lost its bytes."""
-        if self._probation.pop(key, 0) == 0:
+        if self._probation.pop(key, None) is None:
             self._protected.pop(key, None)
+
+    def slot(self, key: bytes) -> Slot | None:
+        """Where the bytes of a key lie; None when it has none."""
+        return self._probation.get(key) or self._protected.get(key)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Blocks were read, given in chain order (head of the prefix first)."""
@@ -47,12 +49,11 @@ class Residency:
             if key in protected:
                 protected.move_to_end(key)
             elif key in probation:
-                del probation[key]
-                protected[key] = None
+                protected[key] = probation.pop(key)
         excess = len(protected) - int(PROTECTED_SHARE * len(self))
         for _ in range(min(excess, len(keys))):
-            demoted, _ = protected.popitem(last=False)
-            probation[demoted] = None
+            demoted, slot = protected.popitem(last=False)
+            probation[demoted] = slot
 
     def arrived(self, keys: Sequence[bytes]) -> None:
         """A batch came in, in chain order: its head shall leave last, though it was stored first."""
@@ -61,14 +62,6 @@ class Residency:
             if key in probation:
                 probation.move_to_end(key)
 
-    def order(self, limit: int) -> Iterator[bytes]:
-        """Up to `limit` keys, first to leave first. The caller may discard what it was given while it iterates."""
-        # Most reservations need one victim, so few keys are copied before many.
-        few = list(islice(chain(self._probation, self._protected), min(limit, ORDER_STEP)))
-        yield from few
-        if len(few) < ORDER_STEP:
-            return
-        seen = set(few)
-        for key in list(islice(chain(self._probation, self._protected), limit)):
-            if key not in seen:
-                yield key
+    def order(self, limit: int) -> Iterator[tuple[bytes, Slot]]:
+        """Up to `limit` keys and their places, first to leave first. Nothing may change while it is iterated."""
+        return islice(chain(self._probation.items(), self._protected.items()), limit)

@@ -165,9 +165,12 @@ class Reads:
     def _speaks_for(self, shard: int, *, may_be_cut_off: bool) -> bool:
         """May this node's own copy answer a session read? A node whose lease has lapsed may have left the replicas
         unnoticed: it answers those who ask it, and asks others before it answers for itself."""
-        owner, name = self.state.view.owners[shard], self.state.settings.name
-        if owner is None or not (owner.primary == name or name in owner.in_sync):
+        view, name = self.state.view, self.state.settings.name
+        owner = view.owners[shard]
+        if owner is None or name not in owner.in_sync:
             return False
+        if owner.primary != name and view.live_revision.get(name, 0) > view.owner_revision[shard]:
+            return False  # restarted since the record was written: what it was in sync with is gone
         return may_be_cut_off or self.state.lease_open()
 
     def _why_absent(self, key: bytes) -> BlockInfo:
@@ -382,7 +385,10 @@ class Reads:
             # It must not hide what says more, like a checksum failure.
             if op.infos[index].reason == _HIT or entry is not None:
                 op.infos[index] = _ABSENT
-        elif info != _CANNOT_TELL or index not in op.answered:
+        elif info.reason != MissReason.BEHIND or (
+            index not in op.answered and op.infos[index].reason not in (MissReason.DEADLINE, MissReason.UNREACHABLE)
+        ):
+            # Who does not speak for the key must not hide that nobody else could be asked.
             op.infos[index] = info
 
     def _deleted(self, op: GetOp, index: int, info: BlockInfo) -> None:

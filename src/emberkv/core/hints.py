@@ -203,7 +203,8 @@ class Hints:
     def _kind(self, target: str, hint: Hint, *, relay: bool) -> tuple[object, ...]:
         """Hints that may share one message."""
         scope, delete = hint.entry.key[:-KEY_BYTES], hint.entry.slot is None
-        return target, relay, hint.session, self.is_fresh(hint), hint.min_copies, delete, scope
+        copies = hint.min_copies if hint.op else 1
+        return target, relay, hint.session, self.is_fresh(hint), copies, delete, scope
 
     def _apply(self, shard: int, room: int, apply_here: Callable[[Hint], PutOutcome | None]) -> int:
         """Hints of a shard that this node has become primary of; returns how many were looked at."""
@@ -235,13 +236,15 @@ class Hints:
         flags = PutFlag.FORWARD | (PutFlag.FRESH if fresh else PutFlag.HINT) | (PutFlag.RELAY if relay else 0)
         if relay:
             self.state.counters["relayed_puts"] += len(hints)
+        # Copies are for whoever waits for them; a hint that nobody waits for is done when the primary has it.
+        copies = head.min_copies if head.op else 1
         slots: list[Slot] = [hint.entry.slot for hint in hints if hint.entry.slot is not None]
         request = PutRequest(
             [hint.item for hint in hints],
             level=int(Level.SESSION if head.session else Level.EVENTUAL),
             deadline_ms=self.state.settings.ttl_ns // 1_000_000,
             flags=int(flags),
-            min_copies=head.min_copies,
+            min_copies=copies,
             scope=head.entry.key[:-KEY_BYTES],
             delete=head.entry.slot is None,
         )
@@ -270,8 +273,8 @@ class Hints:
                 bounced.append(hint)
                 continue
             if outcome.status is PutStatus.QUEUED or (outcome.status is PutStatus.UNKNOWN and not hint.op):
-                # A relay that did not hear from the primary, or an answer that nobody waits for: it may be stored, so
-                # from now on it only fills.
+                # A relay that did not hear from the primary, or a gate that closed: it may be stored, so from now on
+                # it only fills.
                 bounced.append(hint)
                 continue
             if outcome.status is not PutStatus.REFUSED or outcome.reason not in _BOUNCES:

@@ -33,6 +33,9 @@ from emberkv.messages import (
 from emberkv.types import NO_VERSION, EntryState, Version
 
 
+_PROCESSED = (ReplicaStatus.STORED, ReplicaStatus.STALE, ReplicaStatus.NO_SPACE)
+
+
 class Compared(msgspec.Struct):
     """What the primary of a shard has said of itself, and which heads it has offered since."""
 
@@ -166,6 +169,8 @@ class Learner:
             self._handing_in[entry.shard] = left
         else:
             self._handing_in.pop(entry.shard, None)
+        if status in _PROCESSED:
+            self.stream.mark_applied(entry.shard, entry.version)
         # STALE: the primary holds something newer, or knows that this is gone. Nobody else may find it here.
         if status == ReplicaStatus.STALE and self.state.directory.is_current(entry):
             self.state.directory.remove(entry)

@@ -86,8 +86,11 @@ class Put:
     def on_begin(self, event: PutBegin) -> None:
         """Makes room. A delete has no bytes and goes straight on."""
         count = len(event.items)
-        if event.strong or (count and event.min_copies > self.state.factor_of(event.keys[0])):
-            outcomes: list[PutOutcome | None] = [_UNSUPPORTED] * count
+        too_many = count > 0 and event.min_copies > self.state.factor_of(event.keys[0])
+        if event.strong or too_many:
+            # Its accepting node has checked a forward, by a policy that may not have arrived here: it shall come again.
+            travels = bool(event.from_peer) and not event.strong
+            outcomes: list[PutOutcome | None] = [_FENCED if travels else _UNSUPPORTED] * count
         elif len(self.ops) >= OPS_MAX:
             outcomes = [_NO_SPACE] * count
         else:

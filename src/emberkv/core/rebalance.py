@@ -48,13 +48,24 @@ def reconciled(view: ClusterView, shard: int, factor: int, caught_up: set[str], 
     elif may_move or len(replicas) > factor:
         extra = [name for name in replicas if name not in ideal and name != owner.primary]
         staying = [name for name in replicas if name not in extra[:1] and (name == owner.primary or name in caught_up)]
-        if extra and len(staying) >= len(ideal):
+        settled = all(name == owner.primary or name in caught_up for name in ideal)
+        # Fewer nodes than the factor may be left to hold it: then all of those have to be complete.
+        if extra and (len(staying) >= factor or settled):
             replicas.remove(extra[0])
             gone.append(extra[0])
     record = record_of(owner, replicas, caught_up, factor, (*gone, *owner.former))
-    if record.replicas == owner.replicas and record.in_sync == owner.in_sync:
+    if record.replicas == owner.replicas and record.in_sync == owner.in_sync and not vouches_for_the_gone(view, shard):
         return None
     return record
+
+
+def vouches_for_the_gone(view: ClusterView, shard: int) -> bool:
+    """Does the record name one as in sync that has restarted since it was written? It counts for nothing then, neither
+    in a takeover nor for a session read, until the record is written anew."""
+    owner, since = view.owners[shard], view.owner_revision[shard]
+    if owner is None:
+        return False
+    return any(view.live_revision.get(name, 0) > since for name in owner.in_sync if name != owner.primary)
 
 
 def is_home(view: ClusterView, shard: int, factor: int, caught_up: set[str]) -> bool:
@@ -63,7 +74,7 @@ def is_home(view: ClusterView, shard: int, factor: int, caught_up: set[str]) -> 
     if owner is None or owner.primary != ideal[0] or len(owner.replicas) != len(ideal):
         return False
     at_home = all(name in owner.in_sync and (name == owner.primary or name in caught_up) for name in ideal)
-    return at_home and len(owner.in_sync) == len(ideal)
+    return at_home and len(owner.in_sync) == len(ideal) and not vouches_for_the_gone(view, shard)
 
 
 def successor(view: ClusterView, shard: int, factor: int, caught_up: set[str]) -> str | None:

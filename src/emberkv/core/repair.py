@@ -326,7 +326,11 @@ class Repair:
     def _complete(self, peer: str, lane: CatchUp, theirs: list[Span]) -> None:
         """Both have processed the same. What the replica had more of was handed in before it answered, so its vector
         is ours too."""
+        news = self.stream.vector(lane.shard).lacks(theirs)
         self.stream.mark_all_applied(lane.shard, theirs)
+        if news:
+            # Writes that were superseded before we heard of them: the other replicas have to hear of them as well.
+            self.stream.others_behind(lane.shard, peer)
         self.complete.setdefault(lane.shard, set()).add(peer)
         self.state.review.add(lane.shard)
         self._drop_lane(peer, lane, again=False)

@@ -51,6 +51,8 @@ class Sent(msgspec.Struct, gc=False):
     index: int = 0
     why: Why = Why.STREAM
     payload: bool = True
+    skip: bool = False
+    """The write is told without its bytes."""
 
 
 class Flight(msgspec.Struct, gc=False):
@@ -168,7 +170,7 @@ class Stream:
         for sent in piece:
             entry = sent.entry
             here = entry.slot is not None and self.state.directory.is_current(entry)
-            wanted = why is Why.SURPLUS or self._keeps(peer, entry)
+            wanted = not sent.skip and (why is Why.SURPLUS or self._keeps(peer, entry))
             # Bytes that were replaced or evicted since cannot be sent: the other side still has to know of the write,
             # so that it keeps nothing older.
             skip = entry.state is EntryState.COMMITTED and (not wanted or (sent.payload and not here))
@@ -225,7 +227,8 @@ class Stream:
         elif status == ReplicaStatus.NEED_PAYLOAD and not sent.payload:
             self._queue(peer, Sent(sent.entry, sent.op, sent.index, sent.why))
         elif status == ReplicaStatus.CHECKSUM and sent.why is Why.FILL and self._hopeless(sent.entry):
-            self.filled(peer, shard, True)
+            # Nobody gets bad bytes, but nothing older may stay there either.
+            self._queue(peer, Sent(sent.entry, why=Why.FILL, skip=True))
         else:
             self._lost(peer, sent)
 

@@ -2,11 +2,13 @@
 
 Why it exists: connections carry one namespace, so that its keys stay 32 bytes; the core's keys carry their scope. A
 block enters this node's memory here, so here its checksum is checked.
+Limits: connections of POOLS_MAX namespaces are kept. A read that began in one which had to go meanwhile is a miss.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -19,6 +21,9 @@ from emberkv.types import SCOPE_BYTES, Level, MissReason, Version, checksum
 
 HELPERS_MAX = 64
 """Reads from second and further peers under way at once; more wait, within their deadlines."""
+POOLS_MAX = 256
+"""Namespaces with connections of their own. The one that was read least recently goes first, so those of dropped
+namespaces and of earlier generations do not stay; if it is still there, its next read shakes hands anew."""
 RELAY_SHARE = 0.8
 """Of the time left, what a peer that asks others gets: its answer must still travel here."""
 # Plain numbers: an operation on an IntFlag makes a new member in Python, 1 us each.
@@ -40,7 +45,8 @@ class PeerFetcher:
         self._hello_for = hello_for
         """Scope -> HELLO of role FETCH that opens the right namespace."""
         self._lock = threading.Lock()
-        self._pools: dict[bytes, FetchPool] = {}
+        self._pools: OrderedDict[bytes, FetchPool] = OrderedDict()
+        """By scope, that of the last read last."""
         self._addresses: dict[str, str] = {}
         self._helpers = ThreadPoolExecutor(HELPERS_MAX, thread_name_prefix="fetch")
 
@@ -112,14 +118,21 @@ class PeerFetcher:
     def _pool(self, scope: bytes) -> FetchPool:
         with self._lock:
             pool = self._pools.get(scope)
-            if pool is None:
-                pool = self._pools[scope] = FetchPool(self._hello_for(scope))
-                pool.set_peers(self._addresses)
-            return pool
+            if pool is not None:
+                self._pools.move_to_end(scope)
+                return pool
+            pool = self._pools[scope] = FetchPool(self._hello_for(scope))
+            pool.set_peers(self._addresses)
+            over = self._pools.popitem(last=False)[1] if len(self._pools) > POOLS_MAX else None
+        if over is not None:
+            over.close()
+        return pool
 
     def close(self) -> None:
         """Closes idle connections; reads under way end at their deadline."""
-        for pool in self._pools.values():
+        with self._lock:
+            pools = list(self._pools.values())
+        for pool in pools:
             pool.close()
         self._helpers.shutdown(wait=False, cancel_futures=True)
 

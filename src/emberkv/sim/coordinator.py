@@ -20,12 +20,12 @@ import msgspec
 
 from emberkv.core import effects as fx
 from emberkv.core import events as ev
-from emberkv.core.view import LIVE_PREFIX, OWNER_PREFIX, PREFIXES, encode_record
+from emberkv.core.view import LIVE_PREFIX, OWNER_PREFIX, PREFIXES, encode_record, owner_key
 from emberkv.errors import CoordinatorError
 from emberkv.messages import LiveRecord, ShardOwner
 from emberkv.ports import COMMIT_OPERATIONS_MAX, CommitResult, CommitStatus, Compare, Listing, Record, WatchBatch, Write
 from emberkv.sim.engine import MS, Engine, Options
-from emberkv.types import EPOCH_GENERATION_SHIFT
+from emberkv.types import EPOCH_GENERATION_SHIFT, SHARDS
 
 if TYPE_CHECKING:
     from emberkv.sim.process import Process
@@ -161,7 +161,8 @@ class SimCoordinator:
         state = self.at_revision(self.revision_before(age_ms))
         self.generation_now += 1
         floor = self.generation_now << EPOCH_GENERATION_SHIFT
-        writes: list[Write] = [Write(key, None) for key in self.records if key not in state]
+        gone = [key for key in self.records if key not in state and not key.startswith(OWNER_PREFIX)]
+        writes: list[Write] = [Write(key, None) for key in gone]
         for key, record in state.items():
             value = record.value
             if key.startswith(LIVE_PREFIX):
@@ -171,6 +172,9 @@ class SimCoordinator:
                 owner = msgspec.msgpack.decode(value, type=ShardOwner)
                 value = encode_record(msgspec.structs.replace(owner, epoch=floor, in_sync=()))
             writes.append(Write(key, value))
+        # Of a shard that the backup does not know somebody may have spoken since: its epochs must not come again.
+        unknown = [key for key in map(owner_key, range(SHARDS)) if key not in state]
+        writes += [Write(key, encode_record(ShardOwner("", 0, floor, (), ()))) for key in unknown]
         self.revision += RESTORED_REVISIONS
         self._write(writes)
         self.compact()

@@ -23,6 +23,16 @@ WALL_START_MS = 1_700_000_000_000
 """The wall clock of a node that never jumped, at true time 0."""
 
 
+FLAG_WORDS = {
+    "crash": "keeps its data directory",
+    "cut": "one way",
+    "isolate": "it is heard, but hears nobody",
+    "split": "that side loses the coordinator",
+    "away": "requests arrive, answers do not",
+}
+"""What Fault.flag means."""
+
+
 class Violation(AssertionError):
     """A promise was broken: one line that says which, where and by what. Every oracle raises it."""
 
@@ -49,7 +59,7 @@ class Fault(msgspec.Struct, frozen=True):
         where = f"{self.node}->{self.other}" if self.other else self.node
         parts = [self.kind, where, f"for {self.for_ms:.0f} ms" if self.for_ms else ""]
         parts.append(f"amount {self.amount:g}" if self.amount else "")
-        parts.append("*" if self.flag else "")
+        parts.append(f"({FLAG_WORDS[self.kind]})" if self.flag and self.kind in FLAG_WORDS else "")
         return " ".join(part for part in parts if part)
 
 

@@ -19,6 +19,8 @@ from emberkv.sim.engine import MS, Fault, Options
 from emberkv.sim.network import Link
 
 Undo = Callable[[], None]
+CRASH_SHARE = 0.7
+"""Share of runs that end with a crash whose outage is measured."""
 RESTORE_OUTAGE_TTLS = 1.4
 """Before a backup is put in place, the store stays away until every lease has run out; whoever recovers one has to wait
 for as long."""
@@ -120,14 +122,13 @@ class Faults:
         self.cluster.processes[fault.node].clock.wall_offset_ms += int(fault.amount)
 
     def flip(self, fault: Fault) -> None:
-        """A byte of a stored block changes, one that no reader has verified and holds."""
+        """A byte changes in each of `amount` stored blocks, none that a reader has verified and holds."""
         process = self.cluster.processes[fault.node]
         if not process.alive:
             return
         tables = process.core.state.directory.shards
         entries = [e for table in tables for e in table.values() if e.slot and e.length and e.slot.refs == 1]
-        if entries:
-            entry = self.rng.choice(entries)
+        for entry in self.rng.sample(entries, min(int(fault.amount), len(entries))):
             assert entry.slot is not None
             place = process.tier.bytes[entry.slot.offset]
             place[self.rng.randrange(len(place))] ^= 1 + self.rng.randrange(255)
@@ -374,7 +375,8 @@ def draw(seed: int, *, seconds: float = 20.0) -> Options:
         twice_share=rng.choice((0.0, 0.1)),
         queue_max=rng.choice((8, 1024, 1024)),
         ticks_per_ttl=rng.choice((15, 30)),
-        tombstone_retention_ms=rng.choice((3_600_000.0, 3_600_000.0, budget_ms * 6)),
+        tombstone_retention_ms=rng.choice((3_600_000.0, 3_600_000.0, budget_ms * 6, budget_ms * 2.5)),
+        crash_at_end=rng.random() < CRASH_SHARE,
         phase1_ms=max(seconds * 400.0 * min(1.0, budget_ms / 1000.0), 2.5 * budget_ms),
     )
     return replace_faults(options, tuple(draw_faults(rng, options)))
@@ -415,6 +417,8 @@ def draw_fault(rng: random.Random, options: Options, kind: str) -> Fault:
         amount = 2 + rng.random() * ttl_ms / 2
     elif kind in ("slow", "slow-coordinator"):
         amount = 2 * 20 ** rng.random()
+    elif kind == "flip":
+        amount = float(rng.choice((1, 4, 16)))
     elif kind == "unknown":
         amount = rng.choice((0.1, 0.3, 0.6))
     elif kind in ("stale", "restore"):

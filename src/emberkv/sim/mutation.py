@@ -65,12 +65,14 @@ def swap(owner: Any, name: str, value: Any) -> Apply:
 
 def rewrite(owner: Any, name: str, *changes: tuple[str, str]) -> Apply:
     """The same function with pieces of its source replaced; each piece must be there exactly once."""
+    function = vars(owner).get(name)
+    # Read now, while the file is sure to be the one that was imported.
+    original = textwrap.dedent(inspect.getsource(function)) if function is not None else ""
 
     def apply() -> Applied:
-        function = vars(owner).get(name)
         if function is None:
             raise StaleMutation(f"{owner.__name__} has no {name}")
-        source = textwrap.dedent(inspect.getsource(function))
+        source = original
         for old, new in changes:
             if source.count(old) != 1:
                 raise StaleMutation(f"{owner.__name__}.{name} has {source.count(old)} times: {old}")

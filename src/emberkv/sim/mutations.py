@@ -2,8 +2,8 @@
 
 Why it exists: a simulator that never failed is unproven, so it must find every one of these. If no seed finds one, an
 oracle or a kind of fault is missing.
-Laws: a seed counts only if the same world, unmutated, breaks nothing. A run that does not end by itself counts as found:
-nothing but the mutation makes it so.
+Laws: a seed counts only if the same world, unmutated, breaks nothing. A run that does not end by itself counts as
+found: nothing but the mutation makes it so.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Final, NoReturn
 
 import msgspec
 
-from emberkv.sim.engine import Violation
+from emberkv.sim.engine import Options, Violation
 from emberkv.sim.mutation import Mutation
 from emberkv.sim.mutations_liveness import LIVENESS
 from emberkv.sim.mutations_safety import SAFETY
@@ -46,13 +46,13 @@ def find(mutation: Mutation, seeds_max: int, first: int = 0) -> Found:
     for count, seed in enumerate(range(first, first + bound), 1):
         options = mutation.options(seed)
         with mutation.apply():
-            outcome = _limited(seed, lambda seed=seed, options=options: run_seed(seed, options))
+            outcome = _limited(seed, options)
         if outcome.violation and not run_seed(seed, options).violation:
             return Found(mutation.name, mutation.kind, mutation.law, True, count, seed, outcome.violation)
     return Found(mutation.name, mutation.kind, mutation.law, False, bound)
 
 
-def _limited(seed: int, run: Callable[[], Outcome]) -> Outcome:
+def _limited(seed: int, options: Options) -> Outcome:
     """Ends a run that goes round in circles; only where this process may set an alarm (its main thread)."""
 
     def ring(_number: int, _frame: FrameType | None) -> NoReturn:
@@ -61,7 +61,7 @@ def _limited(seed: int, run: Callable[[], Outcome]) -> Outcome:
     before = signal.signal(signal.SIGALRM, ring)
     signal.alarm(RUN_LIMIT_S)
     try:
-        return run()
+        return run_seed(seed, options)
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)

@@ -212,9 +212,7 @@ WRITES = (
     Mutation(
         "let a relayed put follow what the relay holds",
         "P6a",
-        rewrite(
-            Put, "_accept", ("follows = begin.fresh and not begin.session and not begin.from_peer", "follows = True")
-        ),
+        rewrite(Put, "_accept", ("begin.fresh and not begin.session and not begin.from_peer", "True")),
         FEW_KEYS,
     ),
     Mutation(
@@ -225,8 +223,10 @@ WRITES = (
             "_accept",
             (
                 "return None if waits else _ACCEPTED",
-                "waited = self.state.view.owners[entry.shard]\n"
-                "    return PutOutcome(PutStatus.STORED, Version(waited.epoch, 1), 1) if waits and waited else _ACCEPTED",
+                """if not waits:
+        return _ACCEPTED
+    owner = self.state.view.owners[entry.shard]
+    return PutOutcome(PutStatus.STORED, Version(owner.epoch, 1), 1) if owner is not None else None""",
             ),
         ),
         CUTS,
@@ -238,8 +238,10 @@ WRITES = (
             Put,
             "_decide",
             (
-                "if not copies_wanted:\n            return outcome",
-                "if True:\n            return outcome._replace(copies=begin.min_copies or 1)",
+                """if not copies_wanted:
+            return outcome""",
+                """if True:
+            return outcome._replace(copies=max(begin.min_copies, 1))""",
             ),
         ),
         CUTS,
@@ -269,9 +271,9 @@ READS = (
             "_on_session_get",
             (
                 "entry = self.state.directory.shards[shard].get(key)",
-                "entry = self.state.directory.shards[shard].get(key)\n"
-                "        if entry is None and key in self.hints.pending and self.hints.pending[key].entry.slot:\n"
-                "            entry = self.hints.pending[key].entry",
+                """entry = self.state.directory.shards[shard].get(key)
+        if entry is None and key in self.hints.pending and self.hints.pending[key].entry.slot:
+            entry = self.hints.pending[key].entry""",
             ),
             ("elif not speaks:", "elif False:"),
         ),
@@ -287,11 +289,7 @@ READS = (
                 "_fetch",
                 ("info.reason in (MissReason.DELETED, MissReason.CURRENT)", "info.reason == MissReason.CURRENT"),
             ),
-            rewrite(
-                Reads,
-                "_take",
-                ("current is not None and current.slot is None and current.version >= info.version", "False"),
-            ),
+            rewrite(Reads, "_take", ("current.slot is None and current.version >= info.version", "False")),
             rewrite(Reads, "_missed", ("op.least[index] = max(op.least[index], _above(info))", "pass")),
         ),
         world("drain", "drain", "cut", "crash", keys=4, nodes=4),
@@ -381,7 +379,7 @@ REPAIR = (
         rewrite(
             rebalance,
             "reconciled",
-            ("if extra and len(staying) >= len(ideal):", "if extra:"),
+            ("if extra and (len(staying) >= factor or settled):", "if extra:"),
         ),
         MOVES,
     ),

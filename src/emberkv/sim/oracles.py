@@ -3,8 +3,8 @@
 Why it exists: a simulated cluster proves nothing unless somebody who does not trust it looks on. What they look at is
 in history.py (what clients heard) and oracles_evidence.py (what passed by).
 Laws: an oracle raises Violation at once, with its law's name, and changes nothing; an oracle that needs a fact it does
-not have stays silent. oracles_safety.py: what must never happen. oracles_session.py: what
-sessions are promised. oracles_records.py: what the coordinator's records may say. oracles_liveness.py: what must happen in time.
+not have stays silent. oracles_safety.py: what must never happen. oracles_session.py: what sessions are promised.
+oracles_records.py: what the coordinator's records may say. oracles_liveness.py: what must happen in time.
 Limits: about a tenth of a run's time; handlers are looked up by the type of what passes by.
 """
 

@@ -17,8 +17,8 @@ import msgspec
 
 from emberkv.core import effects as fx
 from emberkv.core import events as ev
-from emberkv.core.view import HEARTBEAT_PREFIX, LIVE_PREFIX, OWNER_PREFIX, owner_key, shard_of_key
-from emberkv.messages import LiveRecord, PutRequest, ReplicaStatus, Replicate, ShardOwner
+from emberkv.core.view import DRAIN_PREFIX, HEARTBEAT_PREFIX, LIVE_PREFIX, OWNER_PREFIX, owner_key, shard_of_key
+from emberkv.messages import DrainRecord, LiveRecord, PutRequest, ReplicaStatus, Replicate, ShardOwner
 from emberkv.sim.engine import Fault
 from emberkv.sim.history import NEVER, SCOPE, History, Put
 from emberkv.types import NO_VERSION, PutStatus, Version, shard_of
@@ -35,6 +35,7 @@ COMMITS_FAIL: Final = frozenset({"unknown", "slow-coordinator", "restore"})
 """Kinds that make some commits fail, whoever sends them."""
 
 _decode_owner = msgspec.msgpack.Decoder(ShardOwner).decode
+_decode_drain = msgspec.msgpack.Decoder(DrainRecord).decode
 _decode_live = msgspec.msgpack.Decoder(LiveRecord).decode
 
 
@@ -325,6 +326,17 @@ class Evidence:
         """Does this node live, and has neither restarted nor rejoined since that revision?"""
         record = self.cluster.coordinator.records.get(LIVE_PREFIX + name)
         return record is not None and record.revision < revision and not _decode_live(record.value).dead
+
+    def homes(self) -> list[str]:
+        """Nodes that should hold shards by the true records: those that live and do not drain, else all that live."""
+        records = self.cluster.coordinator.records
+        live = {name: record for name in self.cluster.names if (record := self.live(name)) and not record.dead}
+        staying = []
+        for name, record in live.items():
+            drain = records.get(DRAIN_PREFIX + name)
+            if drain is None or _decode_drain(drain.value).incarnation != record.incarnation:
+                staying.append(name)
+        return staying or list(live)
 
     def replicas_at(self, shard: int, at_ns: float) -> tuple[str, ...]:
         """Who was a replica by the true record then."""

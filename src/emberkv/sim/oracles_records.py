@@ -95,7 +95,8 @@ class Heir(Oracle):
                 self._judge(shard, changes[-2], owner.primary, process.core.state.settings.ttl_ns)
 
     def _judge(self, shard: int, before: Change, taker: str, ttl_ns: int) -> None:
-        able = [name for name in before.owner.in_sync if self.evidence.unbroken(name, before.revision)]
+        heirs = [name for name in before.owner.in_sync if name != before.owner.primary]
+        able = [name for name in heirs if self.evidence.unbroken(name, before.revision)]
         if taker in able or not self.evidence.calm(self.cluster.now - 2 * ttl_ns, before.owner.primary):
             return
         for name in able:
@@ -106,7 +107,7 @@ class Heir(Oracle):
 class NeverFewer(Oracle):
     """Who is dropped."""
 
-    law = "a live replica is dropped only when as many as the factor are in sync without it"
+    law = "a live replica is dropped only when as many as the factor (or all that do not drain) are in sync without it"
 
     def watch(self, passing: Passing) -> None:
         passing.on_kind("commit", self._on_commit)
@@ -120,7 +121,7 @@ class NeverFewer(Oracle):
                 continue
             dropped = [name for name in changes[-2].owner.replicas if name not in owner.replicas]
             live = [name for name in dropped if self.evidence.unbroken(name, changes[-2].revision)]
-            if live and len(owner.in_sync) < self.cluster.options.factor:
+            if live and len(owner.in_sync) < min(self.cluster.options.factor, len(self.evidence.homes())):
                 self.broken(f"shard {shard} dropped {live} with {owner.in_sync} in sync: {changes[-2].owner}")
 
 

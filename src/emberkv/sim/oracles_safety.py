@@ -132,8 +132,11 @@ class OneVoice(Oracle):
     def _on_ack(self, process: Any, ack: Any) -> None:
         if not self._barred or ack.from_peer:
             return
-        for put_id, outcome in zip(ack.put_ids, ack.outcomes, strict=True):
+        own = process.core.state.view.primary_epoch
+        for key, put_id, outcome in zip(ack.keys, ack.put_ids, ack.outcomes, strict=True):
             authority = self._barred.get((life_of(process), put_id), 0)
+            if own[shard_of(key)]:
+                continue  # it has become the primary itself, and vouches for what it holds
             if outcome.status is PutStatus.STORED and outcome.version.epoch == authority != 0:
                 self.broken(f"{process.name} acknowledged a put on the word of an old primary, epoch {authority}")
 

@@ -11,7 +11,7 @@ Limits: sums of directory and arena are checked every CHECK_STEPS steps, and at 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from emberkv.core import effects as fx
@@ -24,10 +24,8 @@ from emberkv.messages import (
     NodeAddress,
     Offer,
     PutFlag,
-    PutItem,
     PutReply,
     PutRequest,
-    ReplicaItem,
     Replicate,
     Vector,
 )
@@ -37,9 +35,9 @@ from emberkv.sim.coordinator import Access
 from emberkv.sim.engine import MS, NodeClock, Violation
 from emberkv.sim.network import Reading as PeerReading
 from emberkv.sim.network import Stream, Transport
-from emberkv.storage.arena import SlabArena, victim_helps
+from emberkv.storage.arena import SlabArena, class_of
 from emberkv.storage.arena import Slot as ArenaSlot
-from emberkv.types import NO_VERSION, EntryState, Level, MissReason, PutOutcome, PutStatus, Version, checksum
+from emberkv.types import Level, PutOutcome, PutStatus, Version, checksum
 
 if TYPE_CHECKING:
     from emberkv.sim.cluster import Cluster
@@ -48,6 +46,7 @@ CHECK_STEPS = 101
 """Full sums cost more than a step, so they are taken now and then; a prime, so that no rhythm hides from it."""
 NAME_TAKEN = ("is alive", "took over")
 """Alarms that say that another process lives under this name: then this one ends, as the real one does."""
+NO_CHECKSUM = b"\0" * 16
 BROKEN = ConnectionError("the simulated connection broke in the middle of a payload")
 
 
@@ -96,9 +95,13 @@ class MemoryTier:
         """As ports.Tier."""
         return self.arena.usage()
 
-    def victim_helps(self, slot: Slot, length: int) -> bool:
+    def size_class(self, length: int) -> int:
         """As ports.Tier."""
-        return victim_helps(slot.length, length)
+        return class_of(length)
+
+    def slabs(self, length: int, cold: Iterable[Slot]) -> Iterator[Iterator[Slot]]:
+        """As ports.Tier."""
+        return self.arena.slabs(length, cold)
 
 
 class WatchedReplica(Replica):
@@ -518,18 +521,3 @@ def fill(
     if next(rest, None) is not None:
         raise Violation("payload and items of a message differ in number")
     return checks
-
-
-NO_CHECKSUM = b"\0" * 16
-NO_MISS = int(MissReason.NONE)
-
-__all__ = [
-    "NO_VERSION",
-    "Ack",
-    "EntryState",
-    "MemoryTier",
-    "PutItem",
-    "Process",
-    "ReplicaItem",
-    "fill",
-]

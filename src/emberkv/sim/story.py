@@ -1,7 +1,8 @@
 """A failing run told in few lines: what went wrong when, who was primary, which answers mattered, and what broke.
 
 Laws: it only listens; a run with a story is the same run. Times are milliseconds since the run began. Faults and lives
-come first; owner records and acknowledgements are told where they concern what the violation names (a shard, a key).
+come first; owner records, acknowledgements and reads are told where they concern what the violation names: a shard, a
+key, or a put by its number.
 Limits: LINES_MAX lines; KEPT_MAX things are remembered.
 """
 
@@ -15,13 +16,14 @@ import msgspec
 from emberkv.core.view import LIVE_PREFIX, OWNER_PREFIX
 from emberkv.messages import ShardOwner
 from emberkv.sim.engine import MS
-from emberkv.types import PutOutcome, PutStatus, shard_of
+from emberkv.sim.history import History, Request
+from emberkv.types import MissReason, PutOutcome, PutStatus, shard_of
 
 LINES_MAX = 40
 KEPT_MAX = 20_000
 TOGETHER_MS = 400.0
 """Owner records written in so short a time by many nodes are told as one line."""
-_NAMED = re.compile(r"shard (\d+)|\b([0-9a-f]{8})\b")
+_NAMED = re.compile(r"shard (\d+)|\b([0-9a-f]{8})\b|(?:put|delete) #(\d+)")
 
 
 class Told(msgspec.Struct):
@@ -52,10 +54,11 @@ class Story:
         self._begun_ns = 0
         self._end: Told | None = None
 
-    def listen(self, cluster: Any) -> None:
+    def listen(self, cluster: Any, history: History) -> None:
         """Attaches itself to a cluster that has not begun."""
         self._begun_ns = cluster.now
-        self._cluster = cluster
+        self._cluster, self._history = cluster, history
+        history.ended.append(self._on_request)
         cluster.observe(self._on_fault, "fault")
         cluster.observe(self._on_life, "life")
         cluster.observe(self._on_commit, "commit")
@@ -120,6 +123,14 @@ class Story:
             text += f" as {version_name(outcome.version)}, {outcome.copies} copies"
         return text
 
+    def _on_request(self, request: Request) -> None:
+        for key, info in zip(request.keys, request.infos or (), strict=request.infos is not None):
+            hit = info.reason == MissReason.NONE
+            found = f"hit {version_name(info.version)}" if hit else f"miss ({MissReason(info.reason).label})"
+            level = request.level.name.lower()
+            text = f"{request.client} reads {key_name(key)} at {request.node}, {level}: {found}"
+            self._add(text, frozenset({str(shard_of(key)), key_name(key)}))
+
     def violated(self, now_ns: int, text: str) -> None:
         """The last line."""
         self._end = Told(now_ns, f"VIOLATION {text}")
@@ -128,7 +139,8 @@ class Story:
         """At most LINES_MAX of them, in order of time."""
         named: set[str] = set()
         if self._end is not None:
-            named = {shard or key for shard, key in _NAMED.findall(self._end.text)}
+            for shard, key, number in _NAMED.findall(self._end.text):
+                named.add(shard or key or key_name(self._history.puts[int(number)].key))
         told = [one for one in self._all if not one.about or one.about & named]
         room = LINES_MAX - 2
         left_out = len(told) - room

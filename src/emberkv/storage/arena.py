@@ -20,6 +20,7 @@ from typing import Final
 import msgspec
 
 from emberkv.errors import ConfigError, InvariantViolation
+from emberkv.ports import Slot as AnySlot
 from emberkv.types import BLOCK_BYTES_MAX, SLOT_ALIGN
 
 SLAB_BYTES: Final = 64 << 20
@@ -137,7 +138,7 @@ class SlabArena:
         """How many live slots have the size class of `length`. 0: evicting single blocks of this size is no way."""
         return self._live_by_class.get(class_of(length), 0)
 
-    def slabs(self, length: int, cold: Iterable[Slot]) -> Iterator[Iterator[Slot]]:
+    def slabs(self, length: int, cold: Iterable[AnySlot]) -> Iterator[Iterator[Slot]]:
         """Live slots of each slab that would have room for `length` bytes if all of them were released; first that in
         which least is lost. `cold`, the coldest first: slots whose bytes would leave soon anyway, and count less.
 
@@ -167,7 +168,10 @@ class SlabArena:
                 free += slab.nbytes
                 continue
             _must(slab.start not in idle, f"slab {slab.start} is bound and in the pool")
-            _must(0 < slab.live == len(slab.slots) - slab.slots.count(None), f"slab {slab.start} counts {slab.live} live slots")
+            _must(
+                0 < slab.live == len(slab.slots) - slab.slots.count(None),
+                f"slab {slab.start} counts {slab.live} live slots",
+            )
             _must(slab.live + len(slab.returned) + slab.fresh == slab.capacity, f"slots of slab {slab.start} are lost")
             _must(not any(slab.slots[i] for i in slab.returned), f"slab {slab.start} offers a live slot")
             in_partial = slab.start in self._partial[slab.size_class]
