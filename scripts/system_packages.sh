@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Brings the system tools that some tests drive: fio (disk pressure during failover) and iperf3 (reference for the wire).
+# Brings the system tools that some tests drive: fio (disk pressure during failover), iperf3 (reference for the wire)
+# and spin (checks docs/models).
 # Does nothing when they are there. Never fails: a test that misses its tool says so itself.
 set -euo pipefail
 
 missing=()
-for tool in fio iperf3; do
+for tool in fio iperf3 spin; do
     command -v "$tool" >/dev/null 2>&1 || missing+=("$tool")
 done
 [ "${#missing[@]}" -eq 0 ] && exit 0

@@ -14,6 +14,7 @@ STAGES = (
     "golden",
     "property",
     "conformance",
+    "models",
     "sim",
     "",
     "integration",

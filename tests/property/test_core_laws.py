@@ -134,7 +134,7 @@ def test_moves_end_at_placement_and_never_leave_fewer_copies(nodes, shard, facto
         view.apply([Record(owner_key(shard), encode_record(record), revision)], [], full=False, now_ns=1)
     else:
         raise AssertionError(f"it moves for ever: {view.owners[shard]}")
-    assert is_home(view, shard, factor), (view.owners[shard], proposed(view, shard, factor))
+    assert is_home(view, shard, factor, complete), (view.owners[shard], proposed(view, shard, factor))
 
 
 @given(names, st.integers(0, SHARDS - 1))

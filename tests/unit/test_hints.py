@@ -240,6 +240,16 @@ def test_unknown_answer_is_told_to_who_waits_and_else_tried_again():
     assert flags(again) & PutFlag.HINT
 
 
+def test_copies_are_asked_for_only_while_somebody_waits_for_them():
+    """Else a hint whose second copy finds no room is replayed for ever."""
+    bare = accepting(connected=False)
+    bare.put([K1], [b"one"], min_copies=2, deadline_ms=100)
+    bare.put([K2], [b"two"], op=2, min_copies=2, deadline_ms=60_000)
+    assert only(bare.tick(101), fx.PutDone).outcomes[0].status is PutStatus.QUEUED
+    asked = {told.key: send.message.min_copies for send in forwards(bare.up("b")) for told in send.message.items}
+    assert asked == {K1[8:]: 1, K2[8:]: 2}
+
+
 def test_stored_delete_takes_the_older_near_copy_with_it():
     bare = accepting()
     (send,) = forwards(bare.put([K1], [b"one"], session=False))

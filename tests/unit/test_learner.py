@@ -27,9 +27,9 @@ ONLY_SHARD = range(SHARD, SHARD + 1)
 S, R = VectorStatus, ReplicaStatus
 
 
-def replica(*writes: tuple[bytes, bytes, int], near: bool = False) -> Bare:
-    """Node a, replica of one shard of b under epoch 7; it took `writes` (key, bytes, seq) under epoch 5. `near`: it
-    holds them as near copies only, and has just become a replica."""
+def replica(*writes: tuple[bytes, bytes, int], near: bool = False, new: bool = False) -> Bare:
+    """Node a, replica of one shard of b under epoch 7; it took `writes` (key, bytes, seq) under epoch 5, and was then
+    found complete, unless it is `new`. `near`: it holds them as near copies only, and has just become a replica."""
     bare = Bare(arena_slots=256).join()
     bare.own(primary="c" if near else "b", replicas=("c",) if near else ("b", "a"), in_sync=("c",) if near else ("b",))
     bare.up("b")
@@ -41,6 +41,9 @@ def replica(*writes: tuple[bytes, bytes, int], near: bool = False) -> Bare:
         else:
             bare.receive((item(key, data, seq), data))
         assert directory.get(key).version == Version(5, seq)
+    if writes and not near and not new:
+        spans = bare.core.put.stream.vector(SHARD).spans()
+        assert compare(bare, *spans, authority=5)[0].spans == spans
     bare.own(primary="b", replicas=("b", "a"), in_sync=("b",), epoch=7, shards=ONLY_SHARD)
     return bare
 
@@ -115,6 +118,22 @@ def test_replica_that_lacks_some_says_what_it_has():
 
 def test_replica_that_has_processed_nothing_learns_by_heads():
     assert compare(replica(), Span(5, 1, 3))[0].status == S.LEARNING
+
+
+def test_new_replica_learns_by_heads_whatever_has_come_by_the_stream_since():
+    """Beside that it may hold near copies, of whose end it may have missed anything."""
+    bare = replica((KEYS[0], b"streamed", 4), new=True)
+    assert compare(bare, Span(5, 1, 4))[0].status == S.LEARNING
+    offer(bare, OfferHead(KEYS[0], Version(5, 4), checksum(b"streamed")))
+    compare(bare, Span(5, 1, 4), adopt=True)
+    assert compare(bare, Span(5, 1, 5))[0] == VectorAnswer(int(S.SPANS), 0, [Span(5, 1, 4)])
+
+
+def test_replica_that_was_none_for_a_while_is_new_again():
+    bare = replica((KEYS[0], b"mine", 1))
+    bare.own(primary="b", replicas=("b", "c"), in_sync=("b",), epoch=7, shards=ONLY_SHARD)
+    bare.own(primary="b", replicas=("b", "a"), in_sync=("b",), epoch=7, shards=ONLY_SHARD)
+    assert compare(bare, Span(5, 1, 3))[0].status == S.LEARNING
 
 
 def test_new_replica_of_a_shard_in_which_nothing_was_ever_written_has_all_of_it():

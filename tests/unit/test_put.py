@@ -286,6 +286,25 @@ def test_session_put_and_eventual_delete_are_fresh_on_their_first_way():
     assert forwarded(bare.put([K2], [b""], op=2, session=False, delete=True)).message.flags & PutFlag.FRESH
 
 
+def test_delete_is_answered_by_the_primary_at_every_level():
+    """It means nothing before it is there; and what comes after it must not fall to it."""
+    bare = outsider()
+    effects = bare.put([K1], [b""], session=False, delete=True)
+    assert not all_of(effects, fx.PutDone)
+    send = forwarded(effects)
+    deleted = PutOutcome(STORED, Version(5, 2), 1)
+    assert done(bare.step(ev.PutAnswered(bare.now, "b", send.request, PutReply([deleted])))).outcomes == [deleted]
+    bare.put([K2], [b""], op=2, session=False, delete=True)
+    assert done(bare.tick(1001)).outcomes[0].status is PutStatus.QUEUED
+
+
+def test_forward_that_a_policy_of_ours_forbids_is_fenced_since_the_policy_may_be_the_old_one():
+    bare = primary()
+    bare.core.state.view.policies[K1[:8]] = Namespace("ns", factor=1)
+    outcome = done(bare.put([K1], [b"one"], min_copies=2, peer="c")).outcomes[0]
+    assert outcome.reason is RefuseReason.FENCED
+
+
 def test_eventual_put_does_not_overwrite_what_was_put_after_it_was_accepted():
     """It waits at the outsider in a partition; a session put of the same key is acknowledged meanwhile."""
     world = World("abc", seed=6)

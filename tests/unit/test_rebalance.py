@@ -5,7 +5,7 @@ import pytest
 from emberkv.core import effects as fx
 from emberkv.core import events as ev
 from emberkv.core.failover import MOVES_MAX, takers
-from emberkv.core.rebalance import given_up, handed_to, homes, is_home, proposed, reconciled, successor
+from emberkv.core.rebalance import given_up, handed_to, is_home, proposed, reconciled, successor
 from emberkv.core.view import ClusterView, encode_record, owner_key
 from emberkv.messages import DrainRecord, ShardOwner
 from emberkv.ports import Record
@@ -47,9 +47,9 @@ BEST, SECOND, THIRD, FOURTH = proposed(view_of("abcd", owned("a")), SHARD, 4)
 
 
 def test_who_drains_is_no_home_unless_all_do():
-    assert homes(view_of("abc", owned("a"), draining="b")) == ["a", "c"]
-    assert homes(view_of("abc", owned("a"), draining="abc")) == ["a", "b", "c"]
-    assert homes(view_of("abc", owned("a"), dead="c", draining="b")) == ["a"]
+    assert list(view_of("abc", owned("a"), draining="b").homes()) == ["a", "c"]
+    assert list(view_of("abc", owned("a"), draining="abc").homes()) == ["a", "b", "c"]
+    assert list(view_of("abc", owned("a"), dead="c", draining="b").homes()) == ["a"]
     assert BEST not in proposed(view_of("abcd", owned("a"), draining=BEST), SHARD, 2)
 
 
@@ -129,11 +129,24 @@ def test_former_replicas_are_bounded_and_newest_first():
     assert step(view, {THIRD, SECOND})[2] == (THIRD, FOURTH)
 
 
-def test_home_is_where_placement_says_with_all_in_sync():
-    assert is_home(view_of("abcd", owned(BEST, SECOND)), SHARD, 2)
-    assert not is_home(view_of("abcd", owned(BEST, SECOND, in_sync=(BEST,))), SHARD, 2)
-    assert not is_home(view_of("abcd", owned(SECOND, BEST)), SHARD, 2)
-    assert not is_home(view_of("abcd", owned(BEST, THIRD)), SHARD, 2)
+def test_home_is_where_placement_says_with_all_in_sync_by_record_and_in_fact():
+    assert is_home(view_of("abcd", owned(BEST, SECOND)), SHARD, 2, {SECOND})
+    assert not is_home(view_of("abcd", owned(BEST, SECOND)), SHARD, 2, set())
+    assert not is_home(view_of("abcd", owned(BEST, SECOND, in_sync=(BEST,))), SHARD, 2, {SECOND})
+    assert not is_home(view_of("abcd", owned(SECOND, BEST)), SHARD, 2, {BEST})
+    assert not is_home(view_of("abcd", owned(BEST, THIRD)), SHARD, 2, {THIRD})
+    assert not is_home(view_of("abcd", owned(BEST, SECOND, THIRD)), SHARD, 2, {SECOND, THIRD})
+
+
+def test_record_that_is_older_than_a_replicas_restart_is_written_anew():
+    """Else that replica would never count as in sync again, however complete it is."""
+    view = view_of("abcd", owned(BEST, SECOND))
+    view.apply([Record(f"live/{SECOND}", live(SECOND, 2), 10)], [], full=False, now_ns=1)
+    assert not is_home(view, SHARD, 2, {SECOND})
+    assert step(view, set()) == ((BEST, SECOND), (BEST,), ())
+    assert step(view, {SECOND}) == ((BEST, SECOND), (BEST, SECOND), ())
+    view.apply([Record(owner_key(SHARD), encode_record(owned(BEST, SECOND)), 11)], [], full=False, now_ns=1)
+    assert step(view, {SECOND}) is None
 
 
 def test_draining_nodes_take_vacant_shards_last():
@@ -206,7 +219,13 @@ def at_home(world: World) -> bool:
     """Every shard is where placement proposes it, by its primary's own view."""
     names = [world.primary(shard) for shard in range(SHARDS)]
     return all(
-        name is not None and is_home(world.nodes[name].core.state.view, shard, world.settings.get("factor", 2))
+        name is not None
+        and is_home(
+            world.nodes[name].core.state.view,
+            shard,
+            world.settings.get("factor", 2),
+            world.nodes[name].core.put.repair.complete.get(shard, set()),
+        )
         for shard, name in enumerate(names)
     )
 

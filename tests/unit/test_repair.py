@@ -4,6 +4,7 @@ import pytest
 
 from emberkv.core import effects as fx
 from emberkv.core import events as ev
+from emberkv.core.hints import REJECTIONS_MAX
 from emberkv.core.repair import (
     LANES_PER_PEER_MAX,
     OFFERING_PER_PEER_MAX,
@@ -278,6 +279,32 @@ def test_lost_fill_starts_the_comparison_anew_at_the_next_tick():
     assert not all_of(filled(bare, fill, ReplicaStatus.STORED, ReplicaStatus.CHECKSUM), fx.Send)
     assert not complete(bare)
     assert asked(bare.tick(10))
+
+
+def test_write_whose_bytes_are_bad_here_is_told_without_them_so_that_nothing_older_stays():
+    bare = primary()
+    (fill,) = sends(said(bare, asked(bare.up("b")), spans(Span(5, 2, 2))), Replicate)
+    for _ in range(REJECTIONS_MAX):
+        assert not complete(bare)
+        filled(bare, fill, ReplicaStatus.CHECKSUM)
+        (fill,) = sends(said(bare, asked(bare.tick(10)), spans(Span(5, 2, 2))), Replicate)
+    (told,) = sends(filled(bare, fill, ReplicaStatus.CHECKSUM), Replicate)
+    assert [(i.version, i.skip, i.payload) for i in told.message.items] == [(Version(5, 1), True, False)]
+    assert asked(filled(bare, told, ReplicaStatus.NO_SPACE)).message.items[0].adopt
+
+
+def test_what_one_replica_had_more_of_the_others_have_to_hear_of():
+    """Nothing was left of it to be handed in, but their vectors must come to be equal."""
+    bare = Bare(factor=3).join().own(replicas=("a",), in_sync=("a",))
+    bare.own(replicas=("a", "b", "c"), in_sync=("a",), shards=ONLY_SHARD)
+    for question in sends(bare.up("c"), Vector):
+        said(bare, question, spans())
+    assert bare.core.put.repair.complete[SHARD] == {"c"}
+    said(bare, asked(bare.up("b")), spans(Span(4, 1, 7)))
+    assert bare.core.put.repair.complete[SHARD] == {"b"}
+    adopt = said(bare, asked(bare.tick(10)), spans())
+    said(bare, asked(adopt), spans(Span(4, 1, 7)))
+    assert bare.core.put.repair.complete[SHARD] == {"b", "c"}
 
 
 def test_write_lost_during_a_comparison_keeps_the_replica_incomplete():

@@ -249,7 +249,8 @@ class Directory:
         """Room for `length` bytes. When there is none, the first to leave of the blocks that take as much is evicted,
         since one of those always helps, else the blocks of one slab.
 
-        None, and nothing is evicted, when all is in use, or when a block of this length never fits.
+        None, and nothing is evicted, when all is in use, when a block of this length never fits, or when slabs had to
+        be cleared for so many others since the last tick.
         """
         slot = self.tier.reserve(length)
         if slot is not None or length > self._block_bytes_max:

@@ -297,6 +297,8 @@ class Reads:
         for index, entry in op.doubtful.items():
             assert entry.slot is not None
             alone = index not in op.answered and self._speaks_for(entry.shard, may_be_cut_off=True)
+            # It may have become a replica since this read began: then only what it holds now counts.
+            alone = alone and self.state.directory.is_current(entry)
             if op.slots[index] is None and alone and entry.version >= op.least[index]:
                 self._serve_doubtful(op, index, entry)
             else:

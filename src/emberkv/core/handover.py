@@ -12,6 +12,7 @@ one stamped is unanswered by it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
 
 import msgspec
@@ -72,8 +73,11 @@ class Leaving(msgspec.Struct):
 class Handover:
     """Shards that this primary gives away."""
 
-    def __init__(self, state: State, lease: Lease, repair: Repair, stream: Stream) -> None:
+    def __init__(
+        self, state: State, lease: Lease, repair: Repair, stream: Stream, waits_for_copies: Callable[[int], bool]
+    ) -> None:
         self.state = state
+        self.waits_for_copies = waits_for_copies
         self.lease = lease
         self.repair = repair
         self.stream = stream
@@ -90,6 +94,7 @@ class Handover:
     def _end(self, shard: int) -> None:
         self.leaving.pop(shard, None)
         self.state.closed.pop(shard, None)
+        self.state.given.discard(shard)
         self.state.review.add(shard)
 
     def on_records(self) -> None:
@@ -111,10 +116,17 @@ class Handover:
                 self._commit([leaving], keep=True)
             elif not self._still_wanted(leaving) or now_ns - leaving.since_ns > patience_ns:
                 self._end(leaving.shard)
-            elif not leaving.target or not self.stream.flying(leaving.target, leaving.shard):
+            elif self._is_quiet(leaving):
                 ready.setdefault(leaving.target, []).append(leaving)
         for group in ready.values():
             self._commit(group[:PER_COMMIT_MAX], keep=False)
+
+    def _is_quiet(self, leaving: Leaving) -> bool:
+        """Has the next one answered all, and is nothing left to acknowledge? Who reaches nobody waits for neither: what
+        it cannot acknowledge any more is answered as unknown."""
+        if not leaving.target:
+            return True
+        return not self.stream.flying(leaving.target, leaving.shard) and not self.waits_for_copies(leaving.shard)
 
     def _still_wanted(self, leaving: Leaving) -> bool:
         view, shard = self.state.view, leaving.shard
@@ -148,6 +160,7 @@ class Handover:
             leaving.in_flight = True
             if not keep:
                 leaving.move("nothing in flight")
+                self.state.given.add(shard)
         op = self.state.request_id()
         self._commits[op] = chosen
         writes = [Write(owner_key(leaving.shard), encode_record(record)) for leaving, record in chosen]

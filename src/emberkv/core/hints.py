@@ -149,9 +149,8 @@ class Hints:
             self.settled(op, hint.index, outcome, authority)
 
     def is_fresh(self, hint: Hint) -> bool:
-        """Never sent, and either still waited for or so young that no later put can have finished unnoticed."""
-        young = self.state.now_ns - hint.born_ns <= self.state.settings.heartbeat_ns
-        return hint.fresh and (hint.op != 0 or young)
+        """Never sent, and still waited for: so it is not over, and nothing that is stamped before it came after it."""
+        return hint.fresh and hint.op != 0
 
     def flush(self, apply_here: Callable[[Hint], PutOutcome | None]) -> None:
         """Sends what can be sent: to each reachable primary, or to ourselves where we have become primary."""

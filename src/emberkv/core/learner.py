@@ -32,7 +32,6 @@ from emberkv.messages import (
 )
 from emberkv.types import NO_VERSION, EntryState, Version
 
-
 _PROCESSED = (ReplicaStatus.STORED, ReplicaStatus.STALE, ReplicaStatus.NO_SPACE)
 
 

@@ -294,9 +294,10 @@ class Put:
             parts=item.parts,
         )
         # Its writer is told that it is accepted before the primary has heard of it, so it must not overwrite what is
-        # put after that; it follows what this node holds. A delete may: what it takes away can be computed again.
-        waits = op.op if begin.session or begin.from_peer else 0
-        fresh = begin.fresh and (waits != 0 or begin.delete)
+        # put after that; it follows what this node holds. A delete has to reach the primary to mean anything, and what
+        # came after it must not fall to it either: so it is answered by the primary at every level.
+        waits = op.op if begin.session or begin.from_peer or begin.delete else 0
+        fresh = begin.fresh and waits != 0
         # What is retried or relayed was accepted earlier: it follows only what it followed then.
         follows = begin.fresh and not begin.session and not begin.from_peer
         seen = max(item.seen, current.version) if follows and current is not None else item.seen
@@ -328,8 +329,7 @@ class Put:
             return
         del self.ops[op.op]
         outcomes = [outcome for outcome in op.outcomes if outcome is not None]
-        primary_epoch = self.state.view.primary_epoch
-        if any(primary_epoch[shard] != epoch for shard, epoch in op.epochs.items()):
+        if any(self._spoke_too_late(shard, epoch) for shard, epoch in op.epochs.items()):
             self._withdraw(op, outcomes)
         for outcome in outcomes:
             self.state.counters[_COUNTER[outcome.status]] += 1
@@ -341,12 +341,20 @@ class Put:
             authorities = [op.spoken.get(index) or op.epochs.get(shard, 0) for index, shard in shards]
         self.state.out.append(PutDone(op.op, outcomes, gate_ns, authorities))
 
+    def _spoke_too_late(self, shard: int, epoch: int) -> bool:
+        """Another may speak for the shard by now: it has another epoch, or it is on its way to somebody else."""
+        return self.state.view.primary_epoch[shard] != epoch or shard in self.state.given
+
+    def waits_for_copies(self, shard: int) -> bool:
+        """Is a put that this node stored for the shard not acknowledged yet?"""
+        return any(op.copies and shard in op.epochs for op in self.ops.values())
+
     def _withdraw(self, op: PutOp, outcomes: list[PutOutcome]) -> None:
         """A shard has another epoch than when this node stored for it: that store must not be acknowledged."""
         for index, outcome in enumerate(outcomes):
             shard = shard_of(op.begin.keys[index])
             epoch = op.epochs.get(shard, 0)
-            if epoch and outcome.status is PutStatus.STORED and self.state.view.primary_epoch[shard] != epoch:
+            if epoch and outcome.status is PutStatus.STORED and self._spoke_too_late(shard, epoch):
                 outcomes[index] = outcome._replace(status=PutStatus.UNKNOWN)
 
     def on_tick(self, now_ns: int) -> None:

@@ -87,6 +87,8 @@ class State:
         """Shards of this node whose owner record may have to change: failover looks at these alone."""
         self.closed: dict[int, int] = {}
         """Shards whose gate this node keeps closed while it hands them over (failover.py) -> revision of the record."""
+        self.given: set[int] = set()
+        """Of `closed`, those whose commit has left: from then on another may speak for them."""
         self._next_request = 1 << 31
         if settings.hint_age_max_ns >= settings.tombstone_retention_ns:
             raise ConfigError("hint_age_max must be shorter than tombstone_retention, or a hint undoes a delete")

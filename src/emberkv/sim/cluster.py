@@ -57,6 +57,9 @@ CLIENT_PATIENCE_MS = 20.0
 NODE_PATIENCE_MS = 130.0
 """A node that could act and has not answered by then is caught hanging."""
 
+TICK_MS_MAX = 80.0
+"""A real node ticks at least every 50 ms; here a little less often, since idle ticks are most of a long run."""
+
 PutDone = Callable[[list[PutOutcome] | None], None]
 """Outcomes in the order of the keys; None: the process died, the connection broke or the client gave up first."""
 GetDone = Callable[[list[BlockInfo] | None, list[bytes | None]], None]
@@ -142,7 +145,7 @@ class Cluster:
         self.budget: Budget = plan(options.budget_ms, costs)
         self.lateness_ms = costs.lateness_ms
         self.commit_deadline_ms = max(20.0, self.budget.ttl_ms / 6)
-        self.tick_ms = min(costs.lateness_ms * 0.6, self.budget.ttl_ms / options.ticks_per_ttl)
+        self.tick_ms = min(costs.lateness_ms * 0.6, self.budget.ttl_ms / options.ticks_per_ttl, TICK_MS_MAX)
         self.tick_jitter = 0.5
         self.no_fetcher = NoFetcher()
         self.coordinator = SimCoordinator(self.engine, options)

@@ -5,9 +5,11 @@ The name of a mutation says what the broken code does.
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 from emberkv.core import failover, hints, rebalance, stream
+from emberkv.core.budget import plan
 from emberkv.core.directory import Directory
 from emberkv.core.failover import Failover
 from emberkv.core.get import Reads
@@ -22,7 +24,9 @@ from emberkv.core.stream import Stream
 from emberkv.core.view import HEARTBEAT_PREFIX, LIVE_PREFIX
 from emberkv.node.runtime import Runtime
 from emberkv.ports import Compare, Record, Write
-from emberkv.sim.engine import MS
+from emberkv.sim.cluster import costs_of
+from emberkv.sim.engine import MS, Fault, Options
+from emberkv.sim.faults import replace_faults
 from emberkv.sim.mutation import (
     COORDINATOR,
     CRASHES,
@@ -95,6 +99,22 @@ def _pause_but_beat(self: Process, *, machine: bool = False) -> None:
         self.engine.after(self.core.state.settings.heartbeat_ns, beat)
 
     self.engine.after(0, beat)
+
+
+def _bystander_takes(seed: int) -> Options:
+    """A primary that does not reach one of its backups is lost while the other one is frozen: who has missed the last
+    puts takes over, and what they were is known to the frozen one alone."""
+    rng = random.Random(f"{seed}/bystander")
+    drawn = world(nodes=3, factor=3, keys=400, requests_per_s=60.0, arena_slots=512)(seed)
+    ttl_ms = plan(drawn.budget_ms, costs_of(drawn)).ttl_ms
+    primary, bystander, backup = rng.sample(drawn.names(), 3)
+    at_ms = ttl_ms * (1 + rng.random())
+    faults = (
+        Fault(at_ms, "cut", primary, bystander, 4 * ttl_ms),
+        Fault(at_ms + 1.5 * ttl_ms, "pause", backup, "", 3 * ttl_ms),
+        Fault(at_ms + ttl_ms * (1.5 + rng.random() / 4), "crash", primary, "", 6 * ttl_ms),
+    )
+    return replace_faults(drawn, faults)
 
 
 AUTHORITY = (
@@ -329,6 +349,28 @@ MEMORY = (
     ),
     Mutation("drop tombstones early", "deletes", swap(Directory, "forget_tombstones", _forget_soon), FEW_KEYS),
     Mutation(
+        "keep hints for longer than deletes",
+        "deletes",
+        swap(Hints, "_drop_aged", _nothing),
+        world("isolate", "cut", "isolate", keys=4, tombstone_retention_ms=400.0),
+    ),
+    Mutation(
+        "bring back what lies below the floor",
+        "deletes",
+        together(
+            rewrite(Stream, "_is_gone", ("receiving.surplus and item.version <= directory.floors[shard]", "False")),
+            rewrite(Learner, "_hand_in", ("elif version > compared.floor:", "else:"), ("elif not (settled", "if not (settled")),
+            swap(Learner, "_answer", _answer_floorless),
+        ),
+        world("isolate", "pause", "isolate", keys=4, tombstone_retention_ms=300.0),
+    ),
+    Mutation(
+        "do not tell that an overwritten block was evicted",
+        "P5",
+        swap(Directory, "ghosts", _nothing),
+        world("crash", "cut", "pause", "isolate", count=6, arena_slots=24, keys=40),
+    ),
+    Mutation(
         "fetch back what was evicted",
         "evictions",
         together(
@@ -365,7 +407,7 @@ REPAIR = (
         "drop what only a replica has",
         "P5, P6c",
         rewrite(Learner, "_hand_in", ("surplus.append(entry)", "directory.remove(entry)")),
-        world("pause", "crash", "isolate"),
+        _bystander_takes,
     ),
     Mutation(
         "call a replica complete without filling it",

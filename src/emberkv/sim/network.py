@@ -257,6 +257,8 @@ class Stream:
             item.on_sent()
         if self._target_lives():
             self.target.run(self.lives[1], self, self._arrived, item, data)
+        elif self.target.alive:
+            self.engine.after(self.network.delay_ns(self.back), self.break_)  # its host knows no such connection: RST
         else:
             self._doom()
 
