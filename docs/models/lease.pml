@@ -11,7 +11,7 @@
  *   renewals and joins are not, since they date a lease. live/H is odd while H lives, even when it is expired.
  * Left out: the observers' own leases (a taker's gate stays open for ever: the worst case), more than one shard.
  * Property: ltl one_gate, and an assert at each acknowledgement. Mutations: README.md.
- * Run: docs/models/run.sh lease
+ * Run: docs/models/run.sh lease (188,410 states, 2 s)
  */
 #define LIVE_MAX 4 /* born, expired, reborn, expired again */
 #define SHORT 4    /* T(1-d): what the holder allows itself */

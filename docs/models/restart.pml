@@ -8,7 +8,7 @@
  * Clocks and abstractions: as in lease.pml. B's own lease never lapses and O does not expire it (lease.pml has that).
  * Properties: one_gate (safety) with an assert that B acts only on a record that B itself has written; settles
  *   (liveness, with few unknown outcomes): B ends as a member or refused, also when there is no other node (ALONE).
- * Run: docs/models/run.sh restart
+ * Run: docs/models/run.sh restart (980,874 states, 6 s; settles: 27,254, 1 s)
  */
 #define A_REV_MAX 3   /* A is born, expired, reborn (and expired again) */
 #define B_REV_MAX 6   /* and B joins, and may join once more over its own record */

@@ -8,6 +8,9 @@ import random
 import pytest
 
 from emberkv.core.events import Verified
+from emberkv.core.get import Reads
+from emberkv.core.learner import Learner
+from emberkv.core.merge import AppliedVector
 from emberkv.core.repair import Repair
 from emberkv.types import PutStatus, Version, shard_of
 from harness.storm import Storm, run_storm
@@ -117,6 +120,20 @@ def verify_nothing(self, effect):
     self.step(Verified(self.world.now, effect.op, []))
 
 
+def read_without_token(self, event, on_get=Reads.on_get):
+    event.floors = []
+    on_get(self, event)
+
+
+def read_as_eventual(self, event, on_get=Reads.on_get):
+    event.floors, event.session = [], False
+    on_get(self, event)
+
+
+def complete_at_once(self, peer, lane, answer):
+    self._complete(peer, lane, answer.spans)
+
+
 MUTATIONS = {
     "what a peer missed is not noted": (Repair, "behind", lambda self, peer, shard: None),
     "the lease never lapses": ("emberkv.core.lease.Lease", "open", lambda self, now_ns: self.phase.value == "member"),
@@ -126,7 +143,12 @@ MUTATIONS = {
     "a slot is released while it is in use": (
         "emberkv.core.directory.Directory", "unref", lambda self, slot: slot.size_class and self.tier.release(slot),
     ),
-    "repair offers nothing": ("emberkv.core.repair.Repair", "start", lambda self: None),
+    "repair never starts": ("emberkv.core.repair.Repair", "start", lambda self: None),
+    "vectors are compared and nothing is sent": (Repair, "_compared", complete_at_once),
+    "whoever asks is told that nothing is lacking": (AppliedVector, "lacks", lambda self, spans: False),
+    "what only a replica holds is not handed in": (Learner, "_hand_in", lambda self, peer, shard, drop_processed: True),
+    "a session's token is not looked at": (Reads, "on_get", read_without_token),
+    "a session's read is an eventual one": (Reads, "on_get", read_as_eventual),
     "hints are never flushed": ("emberkv.core.hints.Hints", "flush", lambda self, apply_here: None),
     "bad bytes are not noticed": ("harness.world.Node", "_verify", verify_nothing),
     "nobody takes a vacant shard": ("emberkv.core.failover.Failover", "take", lambda self, now_ns: None),

@@ -12,7 +12,8 @@ def test_terms_add_up_to_the_budget():
     budget = plan(3000)
     assert sum(ms for _, _, ms in budget.terms()) == pytest.approx(3000)
     assert budget.worst_case_ms == pytest.approx(3000)
-    assert budget.heartbeat_ms == pytest.approx(budget.ttl_ms / 3)
+    # Three periods, each late by j (a third of the margin), and a commit fit into a lease.
+    assert 3 * budget.heartbeat_ms + budget.margin_ms + budget.costs.commit_ms == pytest.approx(budget.ttl_ms)
 
 
 def test_infeasible_budget_names_the_smallest_and_that_one_works():

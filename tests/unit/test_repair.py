@@ -300,10 +300,10 @@ def test_what_one_replica_had_more_of_the_others_have_to_hear_of():
     for question in sends(bare.up("c"), Vector):
         said(bare, question, spans())
     assert bare.core.put.repair.complete[SHARD] == {"c"}
-    said(bare, asked(bare.up("b")), spans(Span(4, 1, 7)))
-    assert bare.core.put.repair.complete[SHARD] == {"b"}
-    adopt = said(bare, asked(bare.tick(10)), spans())
-    said(bare, asked(adopt), spans(Span(4, 1, 7)))
+    question = asked(said(bare, asked(bare.up("b")), spans(Span(4, 1, 7))))
+    assert (question.peer, bare.core.put.repair.complete[SHARD]) == ("c", {"b"})
+    adopt = asked(said(bare, question, spans()))
+    said(bare, adopt, spans(Span(4, 1, 7)))
     assert bare.core.put.repair.complete[SHARD] == {"b", "c"}
 
 

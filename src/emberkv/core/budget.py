@@ -133,7 +133,7 @@ def _checked_timers(budget_ms: float, costs: Costs, timers: Timers) -> tuple[flo
             f"ttl {ttl:g} ms makes an outage of {outage:.1f} ms, longer than the failover budget of {budget_ms:g} ms: "
             f"T(1+d)/(1-d) + w + 2j + (1+k)c + w(map) + try + back-off; the longest ttl is {derived:.1f} ms"
         )
-    heartbeat = timers.heartbeat_ms or ttl / 3
+    heartbeat = timers.heartbeat_ms or max(ttl - costs.commit_ms - margin_ms(costs), ttl / 2) / 3
     if heartbeat > ttl / 3 + ROUNDING_MS:
         raise ConfigError(f"heartbeat {heartbeat:g} ms is longer than a third of the ttl of {ttl:g} ms")
     margin = timers.margin_ms or margin_ms(costs)
@@ -141,7 +141,8 @@ def _checked_timers(budget_ms: float, costs: Costs, timers: Timers) -> tuple[flo
         raise ConfigError(
             f"margin {margin:g} ms is shorter than max({MARGIN_FLOOR_MS:g}, 3j) = {margin_ms(costs):g} ms"
         )
-    check_health(costs, ttl, heartbeat, margin)
+    # The derived period is shorter than a third, but the room of a third is what the lease is sized by.
+    check_health(costs, ttl, timers.heartbeat_ms or ttl / 3, margin)
     return ttl, heartbeat, margin
 
 
@@ -163,7 +164,7 @@ def plan(budget_ms: float, costs: Costs | None = None, timers: Timers | None = N
     double = budget_ms + costs.coordinator_election_ms
     if costs.coordinator_election_ms:
         # After the coordinator's own outage nobody is expired before the grace of own successful commits.
-        double += ttl / 3 + 2 * costs.commit_ms
+        double += heartbeat + margin + 2 * costs.commit_ms
     return Budget(
         budget_ms=budget_ms,
         costs=costs,

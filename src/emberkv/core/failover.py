@@ -91,6 +91,8 @@ class Failover:
         self._nodes: tuple[tuple[str, bool], ...] = ()
         self._steady_since_ns = 0
         """Since when the same nodes live and drain: nothing is moved while they come and go."""
+        self._gave_up: set[int] = set()
+        """Shards given up in this spell of being alone. Once is enough: what is ours after that, nobody else wanted."""
         self._alone_since_ns = 0
         """Since when this node reaches no live peer, although there are some; 0: it is not alone."""
 
@@ -115,6 +117,7 @@ class Failover:
         others = any(name != self.state.settings.name for name in self.state.view.live_nodes())
         if self.state.peers_up or not others:
             self._alone_since_ns = 0
+            self._gave_up.clear()
         elif not self._alone_since_ns:
             self._alone_since_ns = now_ns
 
@@ -129,10 +132,11 @@ class Failover:
         view, name = self.state.view, self.state.settings.name
         for shard, epoch in enumerate(view.primary_epoch):
             owner = view.owners[shard]
-            if not epoch or owner is None or shard in self._busy:
+            if not epoch or owner is None or shard in self._busy or shard in self._gave_up:
                 continue
-            if any(peer != name and view.is_live(peer) for peer in owner.replicas):
-                self.handover.begin(shard, "")
+            others = any(peer != name and view.is_live(peer) for peer in owner.replicas)
+            if others and self.handover.begin(shard, ""):
+                self._gave_up.add(shard)
 
     def _expire(self, now_ns: int) -> None:
         settings, view = self.state.settings, self.state.view
@@ -172,12 +176,15 @@ class Failover:
             since = self._vacant_since.setdefault(shard, now_ns)
             if shard in self._busy:
                 continue
-            if alone and view.owners[shard] is not None:
-                continue
             order = takers(view, shard, settings.members)
             if settings.name not in order:
                 continue
-            if now_ns - since >= self._patience_ns(shard, order[: order.index(settings.name)]):
+            better = order[: order.index(settings.name)]
+            if alone and view.owners[shard] is not None:
+                # Whoever reaches somebody goes first. If nobody does, one voice is better than none.
+                better = [name for name in order if name != settings.name]
+            patience_ns = self._patience_ns(shard, better) + (settings.ttl_ns if alone else 0)
+            if now_ns - since >= patience_ns:
                 due.append(shard)
         for start in range(0, len(due), SHARDS_PER_COMMIT):
             self._commit_take(due[start : start + SHARDS_PER_COMMIT])
@@ -198,11 +205,12 @@ class Failover:
         chosen: list[tuple[int, ShardOwner]] = []
         for shard in shards:
             owner = view.owners[shard]
-            if owner is not None and owner.primary in view.live:
+            if owner is not None and owner.primary:
+                # Also one whose record is not known here: it must be absent, or this vacancy is only ours.
                 key = LIVE_PREFIX + owner.primary
                 if key not in guards and len(guards) >= GUARD_COMPARES_MAX:
                     continue
-                guards.setdefault(key, Compare(key, view.live_revision[owner.primary]))
+                guards.setdefault(key, Compare(key, view.live_revision.get(owner.primary, 0)))
             record = taken(view, shard, settings.name, self.lease.liveness_epoch, settings.factor, floor)
             chosen.append((shard, record))
         self._commit_owners(chosen, list(guards.values()))

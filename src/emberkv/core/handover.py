@@ -84,12 +84,13 @@ class Handover:
         self.leaving: dict[int, Leaving] = {}
         self._commits: dict[int, list[tuple[Leaving, ShardOwner]]] = {}
 
-    def begin(self, shard: int, target: str) -> None:
-        """Closes the gate of a shard; bounded, so a whole node is handed over piece by piece."""
+    def begin(self, shard: int, target: str) -> bool:
+        """Closes the gate of a shard; False when too many are: a whole node is handed over piece by piece."""
         if shard in self.leaving or len(self.leaving) >= CLOSED_MAX:
-            return
+            return False
         self.leaving[shard] = Leaving(shard, target, self.state.now_ns)
         self.state.closed[shard] = self.state.view.owner_revision[shard]
+        return True
 
     def _end(self, shard: int) -> None:
         self.leaving.pop(shard, None)

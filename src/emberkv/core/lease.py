@@ -124,7 +124,9 @@ class Lease:
         """Nobody else can still be acting under our name."""
         settings = self.state.settings
         record = self.state.view.live.get(settings.name)
-        if record is None or record.dead or record == self._outwaited:
+        if record is None or record.dead:
+            return True
+        if record == self._outwaited and self._heartbeat_revision() == self._waiting_revision:
             return True
         return record.incarnation in (settings.previous_incarnation, settings.incarnation)
 
@@ -222,8 +224,9 @@ class Lease:
         if self.phase is Phase.JOINING:
             # The watch may be slow: what this node has just written it knows already.
             view, name = self.state.view, settings.name
-            view.live[name] = LiveRecord(self.liveness_epoch, settings.incarnation, settings.address)
-            view.live_revision[name] = event.revision
+            if event.revision > view.live_revision.get(name, 0):
+                view.live[name] = LiveRecord(self.liveness_epoch, settings.incarnation, settings.address)
+                view.live_revision[name] = event.revision
             self._become_member(event.revision)
         if self.phase is not Phase.MEMBER:
             return

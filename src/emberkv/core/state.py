@@ -59,13 +59,15 @@ class Settings(msgspec.Struct, frozen=True):
 
     @property
     def heartbeat_ns(self) -> int:
-        """Renewal period: ttl / 3, or what the operator states."""
-        return self.heartbeat_every_ns or self.ttl_ns // 3
+        """Renewal period: three of them, each late by j (m >= 3j), and a commit fit into a ttl, or what the operator
+        states. Otherwise the third renewal of a healthy node could race its expiry (docs/models/outage.pml)."""
+        return self.heartbeat_every_ns or max(self.ttl_ns - self.commit_ns - self.margin_ns, self.ttl_ns // 2) // 3
 
     @property
     def grace_ns(self) -> int:
-        """After a coordinator outage nobody is expired before this much of own successful commits."""
-        return self.ttl_ns // 3 + 2 * self.commit_ns
+        """After a coordinator outage nobody is expired before this much of own successful commits: a whole period of
+        the others, their lateness, and two commits."""
+        return self.heartbeat_ns + self.margin_ns + 2 * self.commit_ns
 
 
 class State:

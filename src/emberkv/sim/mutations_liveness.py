@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from emberkv.core import rebalance
 from emberkv.core.failover import Failover
 from emberkv.core.get import Reads
 from emberkv.core.hints import Hints
@@ -11,7 +12,9 @@ from emberkv.core.lease import Lease
 from emberkv.core.put import Put
 from emberkv.core.repair import Repair
 from emberkv.messages import BlockInfo
-from emberkv.sim.mutation import CALM, CRASHES, CUTS, FREEZES, Mutation, rewrite, swap, together
+from emberkv.sim.engine import Fault, Options
+from emberkv.sim.faults import replace_faults
+from emberkv.sim.mutation import CALM, CRASHES, CUTS, FREEZES, Mutation, rewrite, swap, together, world
 from emberkv.types import MissReason
 
 
@@ -26,6 +29,13 @@ def _always_miss(self: Reads, event: Any) -> None:
 
 def _liveness(name: str, law: str, apply: Any, options: Any) -> Mutation:
     return Mutation(name, law, apply, options, kind="liveness")
+
+
+def _alone(seed: int) -> Options:
+    """One node reaches the coordinator and nobody else, for long."""
+    drawn = world(crash_at_end=False)(seed)
+    node = drawn.names()[seed % len(drawn.names())]
+    return replace_faults(drawn, (Fault(1300.0, "isolate", node, "", 2600.0),))
 
 
 LIVENESS: tuple[Mutation, ...] = (
@@ -50,6 +60,8 @@ LIVENESS: tuple[Mutation, ...] = (
         rewrite(Repair, "_complete", ("self.complete.setdefault(lane.shard, set()).add(peer)", "pass")),
         CRASHES,
     ),
+    _liveness("never move a shard to its better home", "rest", swap(rebalance, "successor", _never), CRASHES),
+    _liveness("hold on to shards while nobody can be reached", "P4", swap(Failover, "_give_up_alone", _never), _alone),
     _liveness("never repair", "P5", swap(Repair, "start", _never), CUTS),
     _liveness("never send hints", "no trivial success", swap(Hints, "flush", _never), CALM),
     _liveness("never renew the lease", "P4", swap(Lease, "_renew", _never), CALM),

@@ -117,6 +117,16 @@ def _bystander_takes(seed: int) -> Options:
     return replace_faults(drawn, faults)
 
 
+def _long_away(seed: int) -> Options:
+    """A node is cut off for longer than deletes are remembered, with puts that nobody else has heard of."""
+    rng = random.Random(f"{seed}/away")
+    drawn = world(nodes=4, factor=2, keys=100, requests_per_s=60.0, arena_slots=512, tombstone_retention_ms=300.0)(seed)
+    ttl_ms = plan(drawn.budget_ms, costs_of(drawn)).ttl_ms
+    node, at_ms = rng.choice(drawn.names()), ttl_ms * (2 + rng.random())
+    cut_off = [Fault(at_ms, kind, node, "", 5 * ttl_ms) for kind in ("isolate", "away")]
+    return replace_faults(drawn, tuple(cut_off))
+
+
 AUTHORITY = (
     Mutation(
         "skip the authority gate",
@@ -352,17 +362,16 @@ MEMORY = (
         "keep hints for longer than deletes",
         "deletes",
         swap(Hints, "_drop_aged", _nothing),
-        world("isolate", "cut", "isolate", keys=4, tombstone_retention_ms=400.0),
+        world("isolate", "isolate", "cut", nodes=4, factor=2, keys=8, tombstone_retention_ms=400.0),
     ),
     Mutation(
         "bring back what lies below the floor",
         "deletes",
         together(
             rewrite(Stream, "_is_gone", ("receiving.surplus and item.version <= directory.floors[shard]", "False")),
-            rewrite(Learner, "_hand_in", ("elif version > compared.floor:", "else:"), ("elif not (settled", "if not (settled")),
-            swap(Learner, "_answer", _answer_floorless),
+            rewrite(Learner, "_hand_in", ("elif version > compared.floor:", "elif True:")),
         ),
-        world("isolate", "pause", "isolate", keys=4, tombstone_retention_ms=300.0),
+        _long_away,
     ),
     Mutation(
         "do not tell that an overwritten block was evicted",

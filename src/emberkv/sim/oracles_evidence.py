@@ -231,15 +231,16 @@ class Evidence:
     def calm(self, since_ns: float, but_for: str = "") -> bool:
         """Has nothing been wrong since then, and no process started, stopped or frozen? `but_for`: whose own crashes
         and freezes do not count."""
-        if self.frozen - {but_for}:
-            return False
-        if any(at_ns > since_ns for name, at_ns in self.disturbed_ns.items() if name != but_for):
-            return False
-        return not any(
+        return self.calm_nodes(since_ns, but_for) and not any(
             span.ended_ns > since_ns
             for span in self.faults
             if not (but_for and span.fault.node == but_for and span.fault.kind in OF_A_PROCESS)
         )
+
+    def calm_nodes(self, since_ns: float, but_for: str = "") -> bool:
+        """Has no process started, stopped or frozen since then?"""
+        last = max((at_ns for name, at_ns in self.disturbed_ns.items() if name != but_for), default=0)
+        return last <= since_ns and not self.frozen - {but_for}
 
     def jumped(self) -> bool:
         """Has a wall clock jumped in this run?"""

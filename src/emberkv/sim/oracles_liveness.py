@@ -89,6 +89,12 @@ class Agreement(Oracle):
         if len(stamps) > 1:
             told = {name: (tuple(entry.version), entry.state.name) for name, entry in held.items()}
             self.broken(f"key {key.hex()[16:24]} of shard {shard_of(key)} differs at rest: {told}")
+        for name in entries:
+            gone = self.cluster.processes[name].core.state.directory.evicted_version(key)
+            for other, entry in held.items():
+                if entry.version < gone:
+                    what = f"{other} holds {tuple(entry.version)}, {name} had processed {tuple(gone)} and evicted it"
+                    self.broken(f"key {key.hex()[16:24]}: {what}")
         if held and len(held) < len(entries) and key.startswith(SCOPE) and key not in self.cluster.damaged:
             newest = max(entry.version for entry in held.values())
             if self._left_for_room(key, newest):

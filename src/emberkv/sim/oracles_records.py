@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from emberkv.core.view import LIVE_PREFIX
+from emberkv.sim.engine import Fault
 from emberkv.sim.oracle import Oracle, Passing
 from emberkv.sim.oracles_evidence import Change, life_of
 
@@ -47,6 +48,34 @@ class TakenOver(Oracle):
             owner = self.evidence.owner(shard)
             if owner is not None and (owner.primary, owner.liveness_epoch) == (name, epoch):
                 self.broken(f"{name} has been out for {(self.cluster.now - since_ns) / 1e6:.0f} ms and keeps {shard}")
+
+
+class GivenUp(Oracle):
+    """A primary that is cut off from all nodes, but not from the coordinator."""
+
+    law = "a node that has reached no other for some leases is primary of no shard that has another live replica"
+
+    TTLS: Final = 5.0
+
+    def watch(self, passing: Passing) -> None:
+        passing.on_kind("fault", self._on_fault)
+
+    def _on_fault(self, _process: Any, told: tuple[str, Fault]) -> None:
+        text, fault = told
+        if fault.kind == "isolate" and not fault.flag and not text.startswith("end of "):
+            self.cluster.after(self.TTLS * self.cluster.budget.ttl_ms * MS, self._look, fault, self.cluster.now)
+
+    def _look(self, fault: Fault, since_ns: int) -> None:
+        spans = [span for span in self.evidence.faults if span.ended_ns > since_ns]
+        if len(spans) != 1 or spans[0].fault != fault or not self.evidence.calm_nodes(since_ns - CALM_NS):
+            return  # it ended before, or something else was wrong too
+        for shard in self.evidence.changes:
+            owner = self.evidence.owner(shard)
+            if owner is None or owner.primary != fault.node:
+                continue
+            others = [name for name in owner.replicas if name != fault.node]
+            if any(record is not None and not record.dead for record in map(self.evidence.live, others)):
+                self.broken(f"{fault.node} reaches nobody and keeps shard {shard}: {owner}")
 
 
 class NoNeedlessExpiry(Oracle):
@@ -125,4 +154,4 @@ class NeverFewer(Oracle):
                 self.broken(f"shard {shard} dropped {live} with {owner.in_sync} in sync: {changes[-2].owner}")
 
 
-RECORDS: tuple[type[Oracle], ...] = (TakenOver, NoNeedlessExpiry, Heir, NeverFewer)
+RECORDS: tuple[type[Oracle], ...] = (TakenOver, GivenUp, NoNeedlessExpiry, Heir, NeverFewer)
