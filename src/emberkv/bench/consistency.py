@@ -26,7 +26,7 @@ from rich.table import Table
 import emberkv
 from emberkv.bench.bench_cluster import BenchCluster, filesystem_of
 from emberkv.bench.case import Case, Progress, make_case, percentile
-from emberkv.bench.consistency_samples import REFERENCES, Samples, measure, measure_idle, ways_of
+from emberkv.bench.consistency_samples import REFERENCES, Samples, control_revision, measure, measure_idle, ways_of
 from emberkv.bench.consistency_ways import WAYS, Clients, Shape
 from emberkv.bench.wire import append, commit, machine, rounded, stderr_progress
 from emberkv.errors import ConfigError, EmberError
@@ -103,7 +103,10 @@ def run(*, quick: bool = False, rounds: int = ROUNDS, progress: Progress = lambd
     progress("starting three nodes")
     with BenchCluster(QUICK_ARENA_BYTES if quick else ARENA_BYTES) as cluster, Clients(cluster) as clients:
         idle = measure_idle(cluster, 0.5 if quick else IDLE_S)
+        revision, began = control_revision(cluster.statuses()), time.monotonic()
         found = measure(cluster, clients, shapes, rounds, progress)
+        commits = control_revision(cluster.statuses()) - revision
+        busy = {"control_commits_per_s": commits / (time.monotonic() - began)}
         wire = cluster.wire
         return {
             "benchmark": "consistency",
@@ -117,6 +120,7 @@ def run(*, quick: bool = False, rounds: int = ROUNDS, progress: Progress = lambd
             "rounds_discarded": found.discarded,
             "how": HOW | ({"wire": f"not counted: {cluster.wire_note}"} if wire is None else {}),
             "idle": rounded(idle),
+            "busy": rounded(busy),
             "connections_vanished": wire.vanished if wire is not None else 0,
             "evictions": sum(status["evictions"] for status in cluster.statuses()),
             "checked_blocks": found.checked,

@@ -88,6 +88,8 @@ class Failover:
         """Shards named by a commit in flight."""
         self._vacant_since: dict[int, int] = {}
         self._reconciled_ns = 0
+        self._moving: set[int] = set()
+        """Shards of ours on their way to better placed nodes."""
         self._nodes: tuple[tuple[str, bool], ...] = ()
         self._steady_since_ns = 0
         """Since when the same nodes live and drain: nothing is moved while they come and go."""
@@ -219,10 +221,11 @@ class Failover:
         """Repairs the replica sets of the shards this node is primary of, and moves them to where they belong."""
         view, factor = self.state.view, self.state.settings.factor
         steady = self._is_steady()
-        moving = len(self.handover.leaving)
+        self._moving = {shard for shard in self._moving if view.primary_epoch[shard]}
         due: list[tuple[int, ShardOwner]] = []
         for shard in sorted(self.state.review):
-            if not view.primary_epoch[shard]:
+            owner = view.owners[shard]
+            if not view.primary_epoch[shard] or owner is None:
                 self.state.review.discard(shard)
                 continue
             if shard in self._busy or shard in self.state.closed:
@@ -230,19 +233,21 @@ class Failover:
             caught_up = self.caught_up.get(shard, set())
             if rebalance.is_home(view, shard, factor, caught_up):
                 self.state.review.discard(shard)
+                self._moving.discard(shard)
                 continue
-            moves = steady and moving < MOVES_MAX
+            moves = steady and (shard in self._moving or len(self._moving) < MOVES_MAX)
             record = rebalance.reconciled(view, shard, factor, caught_up, may_move=moves)
-            owner = view.owners[shard]
-            assert owner is not None
             if record is not None:
                 due.append((shard, record))
-                moving += len(record.replicas) > factor
             elif moves and (target := rebalance.successor(view, shard, factor, caught_up)) is not None:
                 self.handover.begin(shard, target)
-                moving += 1
-            else:
-                moving += len(owner.replicas) > factor
+                self._moving.add(shard)
+            elif moves:
+                # Nothing to do before a comparison ends, the record moves or a node comes or goes: each brings the
+                # shard back here.
+                self.state.review.discard(shard)
+            if len((record or owner).replicas) > factor:
+                self._moving.add(shard)
         for start in range(0, len(due), SHARDS_PER_COMMIT):
             self._commit_reconciled(due[start : start + SHARDS_PER_COMMIT])
 

@@ -17,11 +17,12 @@ RANKINGS_KEPT = 8192
 
 def ranked(shard: int, nodes: Iterable[str]) -> list[str]:
     """All nodes, best first; the same in every process."""
-    return list(_ranked(shard, tuple(nodes)))
+    return list(ranking(shard, tuple(nodes)))
 
 
 @lru_cache(RANKINGS_KEPT)
-def _ranked(shard: int, nodes: tuple[str, ...]) -> tuple[str, ...]:
+def ranking(shard: int, nodes: tuple[str, ...]) -> tuple[str, ...]:
+    """As `ranked`, for a set of nodes that is asked about again and again."""
     return tuple(sorted(nodes, key=lambda node: (-xxhash.xxh3_64_intdigest(f"{shard}/{node}".encode()), node)))
 
 

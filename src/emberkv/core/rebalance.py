@@ -15,9 +15,9 @@ from emberkv.core.view import ClusterView
 from emberkv.messages import ShardOwner
 
 
-def proposed(view: ClusterView, shard: int, factor: int) -> list[str]:
+def proposed(view: ClusterView, shard: int, factor: int) -> tuple[str, ...]:
     """The replicas that placement proposes, best first."""
-    return placement.ranked(shard, view.homes())[: max(factor, 1)]
+    return placement.ranking(shard, view.homes())[: max(factor, 1)]
 
 
 def record_of(

@@ -36,15 +36,18 @@ def encode_record(record: LiveRecord | ShardOwner | HeartbeatRecord | DrainRecor
     return _encode(record)
 
 
+_OWNER_KEYS = [f"{OWNER_PREFIX}{shard:03d}" for shard in range(SHARDS)]
+_SHARDS_BY_KEY = {key: shard for shard, key in enumerate(_OWNER_KEYS)}
+
+
 def owner_key(shard: int) -> str:
     """Coordinator key of a shard's owner record."""
-    return f"{OWNER_PREFIX}{shard:03d}"
+    return _OWNER_KEYS[shard]
 
 
 def shard_of_key(key: str) -> int | None:
     """Shard of an owner record's key; None when it names none (a record of another version)."""
-    text = key[len(OWNER_PREFIX) :]
-    return int(text) if text.isascii() and text.isdigit() and int(text) < SHARDS else None
+    return _SHARDS_BY_KEY.get(key)
 
 
 class Heartbeat(msgspec.Struct):
@@ -90,7 +93,7 @@ class ClusterView:
         """Shards whose role here may have changed with the last records: all, when a node came, went or drains."""
         self._nodes_changed = False
         self._live: list[str] = []
-        self._homes: list[str] = []
+        self._homes: tuple[str, ...] = ()
 
     def apply(
         self, records: Sequence[Record], deleted: Sequence[str], *, full: bool, now_ns: int, revision: int = 0
@@ -203,7 +206,7 @@ class ClusterView:
     def _recompute(self) -> None:
         self._live = sorted(name for name, record in self.live.items() if not record.dead)
         staying = [name for name in self._live if not self.is_draining(name)]
-        self._homes = staying or self._live
+        self._homes = tuple(staying or self._live)
         for shard in range(SHARDS):
             self._recompute_shard(shard)
         self.touched.update(range(SHARDS))
@@ -249,9 +252,8 @@ class ClusterView:
         """Names of live nodes, sorted; not to be changed."""
         return self._live
 
-    def homes(self) -> list[str]:
-        """Nodes that should hold shards, sorted: those that live and do not drain; all that live if every one drains.
-        Not to be changed."""
+    def homes(self) -> tuple[str, ...]:
+        """Nodes that should hold shards, sorted: those that live and do not drain; all that live if all drain."""
         return self._homes
 
     def is_vacant(self, shard: int) -> bool:

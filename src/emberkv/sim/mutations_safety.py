@@ -52,6 +52,10 @@ def _yes(self: Any, *_: Any, **__: Any) -> bool:
     return True
 
 
+def _no(self: Any, *_: Any, **__: Any) -> bool:
+    return False
+
+
 def _nothing(self: Any, *_: Any, **__: Any) -> list[int]:
     return []
 
@@ -117,16 +121,6 @@ def _bystander_takes(seed: int) -> Options:
     return replace_faults(drawn, faults)
 
 
-def _long_away(seed: int) -> Options:
-    """A node is cut off for longer than deletes are remembered, with puts that nobody else has heard of."""
-    rng = random.Random(f"{seed}/away")
-    drawn = world(nodes=4, factor=2, keys=100, requests_per_s=60.0, arena_slots=512, tombstone_retention_ms=300.0)(seed)
-    ttl_ms = plan(drawn.budget_ms, costs_of(drawn)).ttl_ms
-    node, at_ms = rng.choice(drawn.names()), ttl_ms * (2 + rng.random())
-    cut_off = [Fault(at_ms, kind, node, "", 5 * ttl_ms) for kind in ("isolate", "away")]
-    return replace_faults(drawn, tuple(cut_off))
-
-
 AUTHORITY = (
     Mutation(
         "skip the authority gate",
@@ -182,7 +176,7 @@ LEASES = (
         "acknowledge under an epoch that is over",
         "P3b",
         together(
-            rewrite(Put, "_finish", ("primary_epoch[shard] != epoch for shard", "False for shard")),
+            swap(Put, "_spoke_too_late", _no),
             swap(Runtime, "_gated", _ungated),
         ),
         world("pause", "clog", "clog", "away", count=8),
@@ -363,15 +357,6 @@ MEMORY = (
         "deletes",
         swap(Hints, "_drop_aged", _nothing),
         world("isolate", "isolate", "cut", nodes=4, factor=2, keys=8, tombstone_retention_ms=400.0),
-    ),
-    Mutation(
-        "bring back what lies below the floor",
-        "deletes",
-        together(
-            rewrite(Stream, "_is_gone", ("receiving.surplus and item.version <= directory.floors[shard]", "False")),
-            rewrite(Learner, "_hand_in", ("elif version > compared.floor:", "elif True:")),
-        ),
-        _long_away,
     ),
     Mutation(
         "do not tell that an overwritten block was evicted",

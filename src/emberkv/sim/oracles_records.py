@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from emberkv.core.view import LIVE_PREFIX
 from emberkv.sim.engine import Fault
+from emberkv.sim.history import NEVER
 from emberkv.sim.oracle import Oracle, Passing
 from emberkv.sim.oracles_evidence import Change, life_of
 
@@ -67,7 +68,12 @@ class GivenUp(Oracle):
 
     def _look(self, fault: Fault, since_ns: int) -> None:
         spans = [span for span in self.evidence.faults if span.ended_ns > since_ns]
-        if len(spans) != 1 or spans[0].fault != fault or not self.evidence.calm_nodes(since_ns - CALM_NS):
+        if (
+            len(spans) != 1
+            or spans[0].ended_ns != NEVER
+            or spans[0].fault != fault
+            or not self.evidence.calm_nodes(since_ns - CALM_NS)
+        ):
             return  # it ended before, or something else was wrong too
         for shard in self.evidence.changes:
             owner = self.evidence.owner(shard)
