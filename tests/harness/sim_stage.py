@@ -42,6 +42,7 @@ class Node:
 
     def __init__(self, stage: Stage, name: str) -> None:
         self.name, self.lives, self.alive, self.paused = name, 1, True, False
+        self.incarnation = name.encode() * 16
         self.clock = SimpleNamespace(now_ns=lambda: stage.now)
         self.tier = MemoryTier(64)
         times = {"ttl_ns": 600 * MS, "margin_ns": 60 * MS, "commit_ns": 10 * MS}

@@ -520,6 +520,12 @@ def test_nobody_healthy_is_expired(served: Stage) -> None:
         served.alive("a", dead=True, by="b")
 
 
+def test_a_life_that_is_over_is_expired_rightly_beside_the_next_one(served: Stage) -> None:
+    served.pass_ms(700)
+    served.processes["a"].incarnation = b"the next life..."
+    served.alive("a", dead=True, by="b")
+
+
 def test_who_is_gone_or_cut_off_is_expired_rightly(served: Stage) -> None:
     served.kill("a")
     served.beat("c")

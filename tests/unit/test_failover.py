@@ -107,6 +107,21 @@ def test_takes_a_vacant_shard_at_once_with_a_higher_epoch_and_vouches_for_itself
     assert bare.core.state.view.primary_epoch[0] == owner.epoch
 
 
+def test_primary_whose_record_is_unknown_here_must_be_unknown_to_the_coordinator_too():
+    """Else the vacancy is only ours: its live record has not come to us yet."""
+    bare = Bare().join()
+    commits = takes(bare.records(*((owner_key(s), own("x", ("x",), ("x", "a"))) for s in range(256))))
+    assert sum(len(commit.writes) for commit in commits) == 256
+    assert all({c.key: c.revision for c in commit.compares}["live/x"] == 0 for commit in commits)
+
+
+def test_given_up_shard_names_no_primary_whose_life_could_be_compared():
+    bare = Bare().join()
+    commits = takes(bare.records(*((owner_key(s), own("", ("a",), ("a", "b"), liveness=0)) for s in range(256))))
+    compares = {c.key for commit in commits for c in commit.compares}
+    assert {key for key in compares if key.startswith("live/")} == {"live/a"}
+
+
 def test_lower_rank_waits_and_unknown_take_is_not_believed():
     bare = Bare().join()
     bare.records(*((owner_key(s), own("b", ("b", "c"), ("b", "c"))) for s in range(256)))

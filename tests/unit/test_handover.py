@@ -96,6 +96,41 @@ def test_nothing_is_given_while_something_is_unanswered_by_the_next_primary():
     assert given(tick(bare))
 
 
+def test_nothing_is_given_while_a_put_of_it_waits_for_its_copies():
+    """It was stored under our epoch, and is acknowledged under it or not at all."""
+    bare = Bare(factor=3).join().own(replicas=("a", "b", "c"), in_sync=("a", "b", "c"))
+    bare.core.put.repair.complete.update({shard: {"b", "c"} for shard in range(SHARDS)})
+    bare.core.put.repair.waiting.clear()
+    bare.core.state.review.clear()
+    bare.up("b", "c")
+    flying = {send.peer: send for send in sends(bare.put([K1], [b"one"], min_copies=3), Replicate)}
+    bare.core.handover.begin(SHARD, "b")
+
+    def stored(peer: str) -> list[fx.Effect]:
+        bare.unref(flying[peer].slots)
+        reply = ReplicateReply([int(ReplicaStatus.STORED)], [0])
+        return bare.step(ev.ReplicateAnswered(bare.now, peer, flying[peer].request, reply))
+
+    stored("b")
+    assert not given(tick(bare))
+    assert only(stored("c"), fx.PutDone).outcomes[0].status is PutStatus.STORED
+    assert given(tick(bare))
+
+
+def test_put_that_is_answered_after_the_commit_has_left_is_unknown():
+    """From then on another may speak for the shard."""
+    bare = alone()
+    effects = bare.put([K1], [b"one"], min_copies=2, deadline_ms=60_000)
+    assert not all_of(effects, fx.PutDone)
+    bare.core.handover.begin(SHARD, "")
+    (commit,) = [commit for commit in given(tick(bare)) if commit.writes[0].key == owner_key(SHARD)]
+    assert SHARD in bare.core.state.given
+    bare.core.put.copied(1, 0, "b")
+    assert only(bare.tick(), fx.PutDone).outcomes[0].status is PutStatus.UNKNOWN
+    bare.committed(commit, REFUSED)
+    assert SHARD not in bare.core.state.given
+
+
 def test_what_flies_of_another_shard_holds_nothing_up():
     bare = primary(range(0))
     bare.put(keys_of_shard(SHARD + 1), [b"one"])
@@ -277,37 +312,72 @@ def ticks(bare: Bare, duration_ms: int) -> list[fx.Commit]:
     return found
 
 
+FEW = range(20)
+
+
 def alone() -> Bare:
-    """Node a, which has reached b and reaches nobody from now on."""
-    bare = Bare().join().own()
+    """Node a, primary of a few shards, which has reached b and reaches nobody from now on."""
+    bare = Bare().join().own(primary="b", replicas=("b", "c"), in_sync=("b", "c")).own(shards=FEW)
     bare.up("b")
-    ticks(bare, 700)
     bare.step(ev.PeerDown(bare.now, "b"))
     return bare
 
 
-def test_primary_that_reaches_nobody_for_a_lease_gives_its_shards_up_and_does_not_retake_them():
+def owners(bare: Bare) -> set[tuple[str, int]]:
+    return {(owner.primary, owner.epoch) for owner in bare.core.state.view.owners[: len(FEW)]}
+
+
+def given_up(bare: Bare) -> None:
+    """The time until all of them are vacant."""
+    for _ in range(40):
+        ticks(bare, 50)
+        if owners(bare) == {("", 5)}:
+            return
+    raise AssertionError(owners(bare))
+
+
+def test_primary_that_reaches_nobody_for_a_lease_gives_its_shards_up():
     bare = alone()
     ticks(bare, 600)
-    assert {owner.primary for owner in bare.core.state.view.owners} == {"a"}
-    ticks(bare, 2000)
-    owners = bare.core.state.view.owners
-    assert {(owner.primary, owner.liveness_epoch, owner.epoch) for owner in owners} == {("", 0, 5)}
-    assert {owner.replicas[-1] for owner in owners} == {"a"}  # its own copy is the last choice
+    assert owners(bare) == {("a", 5)}
+    given_up(bare)
+    ours = bare.core.state.view.owners[: len(FEW)]
+    assert {(owner.liveness_epoch, owner.replicas) for owner in ours} == {
+        (0, ("b", "a"))
+    }  # its copy is the last choice
     assert not any(bare.core.state.view.primary_epoch)
-    assert not ticks(bare, 5000)
-    # One that reaches somebody again takes what nobody else wanted.
+
+
+def test_it_takes_them_again_last_of_all_and_keeps_what_nobody_else_wanted():
+    """If nobody reaches anybody, one voice is better than none."""
+    bare = alone()
+    given_up(bare)
+    assert not ticks(bare, TTL // MS)
+    ticks(bare, 1000)
+    (owner,) = owners(bare)
+    assert owner[0] == "a"
+    assert owner[1] > 5
+    assert not ticks(bare, 5000)  # once in a spell of being alone is enough
+    bare.up("b")
+    ticks(bare, 100)
+    bare.step(ev.PeerDown(bare.now, "b"))
+    ticks(bare, 3000)
+    assert owners(bare) == {("a", owner[1] + 1)}
+
+
+def test_one_that_reaches_somebody_again_takes_what_nobody_else_wanted_as_usual():
+    bare = alone()
+    given_up(bare)
     bare.up("c")
-    ticks(bare, 500)
-    assert {owner.primary for owner in bare.core.state.view.owners} == {"a"}
-    assert bare.core.state.view.owners[0].epoch > 5
+    ticks(bare, 300)
+    assert {name for name, _ in owners(bare)} == {"a"}
 
 
 def test_primary_that_reaches_anybody_keeps_its_shards():
     bare = alone()
     bare.up("c")
-    ticks(bare, 5000)
-    assert {owner.primary for owner in bare.core.state.view.owners} == {"a"}
+    ticks(bare, 2000)
+    assert owners(bare) == {("a", 5)}
 
 
 def test_shards_without_another_live_replica_are_kept():

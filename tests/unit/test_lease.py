@@ -3,6 +3,7 @@
 import pytest
 
 from emberkv.core import effects as fx
+from emberkv.core import events as ev
 from emberkv.core.lease import TRANSITIONS, Phase
 from emberkv.errors import InvariantViolation
 from emberkv.ports import CommitStatus
@@ -27,9 +28,12 @@ def test_joins_an_empty_cluster_and_its_right_is_dated_from_before_the_send():
     assert lease.liveness_epoch == (1 << EPOCH_GENERATION_SHIFT) + 1
 
 
-def test_renews_every_third_of_the_ttl_one_at_a_time():
+def test_renews_so_often_that_three_periods_and_a_commit_fit_into_a_lease_one_at_a_time():
     bare = Bare().join()
-    assert not beats(bare.tick(199))
+    settings = bare.core.state.settings
+    period_ms = settings.heartbeat_ns / MS
+    assert 3 * settings.heartbeat_ns + settings.commit_ns + settings.margin_ns <= settings.ttl_ns
+    assert not beats(bare.tick(period_ms - 1))
     commit = only(beats(bare.tick(2)), fx.Commit)
     assert not beats(bare.tick(300))
     bare.committed(commit, sent=bare.now - 300 * MS)
@@ -83,6 +87,26 @@ def test_without_proof_a_new_process_waits_a_whole_lease_and_compares_the_heartb
     assert not beats(bare.tick(600))
     commit = only(beats(bare.tick(1)), fx.Commit)
     assert {compare.key for compare in commit.compares} == {"live/a", "hb/a"}
+
+
+def test_a_record_was_outwaited_only_as_long_as_its_heartbeat_stands_still():
+    """The old process was slow, not gone: it has beaten again while the join was on its way."""
+    bare = stranger()
+    bare.tick(600)
+    join = only(beats(bare.tick(1)), fx.Commit)
+    bare.records(("hb/a", beat(9, 2)))
+    bare.committed(join, CommitStatus.REFUSED)
+    assert not beats(bare.tick(300))
+    assert bare.core.lease.phase is Phase.WAITING
+
+
+def test_a_late_answer_to_the_join_does_not_hide_that_we_were_expired_since():
+    bare = Bare()
+    join = only(beats(bare.records(full=True)), fx.Commit)
+    bare.revision = 6
+    bare.records(("live/a", live("a", 99, dead=True)))
+    bare.step(ev.Committed(bare.now, join.op, CommitStatus.COMMITTED, 2, bare.now))
+    assert bare.core.state.view.live["a"].dead
 
 
 def test_a_name_that_moves_is_in_use():

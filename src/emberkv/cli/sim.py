@@ -184,11 +184,25 @@ def many_document(outcomes: list[Outcome], took_s: float) -> dict[str, Any]:
         "outage_within_budget": within / len(measured) if measured else 1.0,
         "outages": len(measured),
         "outage_share_of_bound_max": max((outcome.outage_ms / outcome.bound_ms for outcome in measured), default=0.0),
+        "outages_by_budget_ms": _by_budget(measured),
         "rest_ms_median": statistics.median(rested) if rested else 0.0,
         "steps": sum(outcome.steps for outcome in outcomes),
         "virtual_s": round(sum(outcome.virtual_ms for outcome in outcomes) / 1000, 1),
         "failed": [[outcome.seed, outcome.violation] for outcome in outcomes if outcome.violation],
     }
+
+
+def _by_budget(measured: list[Outcome]) -> dict[str, dict[str, Any]]:
+    """Outages of the crashes at the end, for each failover budget that the seeds drew."""
+    found: dict[str, dict[str, Any]] = {}
+    for budget_ms in sorted({outcome.budget_ms for outcome in measured}):
+        runs = [outcome for outcome in measured if outcome.budget_ms == budget_ms]
+        found[f"{budget_ms:g}"] = {
+            "outages": len(runs),
+            "within": sum(bool(outcome.outage_within_budget) for outcome in runs),
+            "share_of_bound_max": round(max(outcome.outage_ms / outcome.bound_ms for outcome in runs), 3),
+        }
+    return found
 
 
 def _mutations(jobs: int, *, as_json: bool) -> int:

@@ -121,6 +121,16 @@ def _bystander_takes(seed: int) -> Options:
     return replace_faults(drawn, faults)
 
 
+def _long_away(seed: int) -> Options:
+    """A node reaches no other for longer than deletes are remembered, and its clients go on."""
+    rng = random.Random(f"{seed}/away")
+    busy: dict[str, Any] = {"keys": 40, "requests_per_s": 60.0, "arena_slots": 512, "tombstone_retention_ms": 300.0}
+    drawn = world(nodes=4, factor=2, crash_at_end=False, **busy)(seed)
+    ttl_ms = plan(drawn.budget_ms, costs_of(drawn)).ttl_ms
+    at_ms = ttl_ms * (2 + rng.random())
+    return replace_faults(drawn, (Fault(at_ms, "isolate", rng.choice(drawn.names()), "", 5 * ttl_ms),))
+
+
 AUTHORITY = (
     Mutation(
         "skip the authority gate",
@@ -356,7 +366,7 @@ MEMORY = (
         "keep hints for longer than deletes",
         "deletes",
         swap(Hints, "_drop_aged", _nothing),
-        world("isolate", "isolate", "cut", nodes=4, factor=2, keys=8, tombstone_retention_ms=400.0),
+        _long_away,
     ),
     Mutation(
         "do not tell that an overwritten block was evicted",

@@ -323,6 +323,11 @@ class Evidence:
         record = self.cluster.coordinator.records.get(LIVE_PREFIX + name)
         return None if record is None else _decode_live(record.value)
 
+    def live_incarnation(self, name: str) -> bytes:
+        """Which life of a node its true record speaks of."""
+        record = self.live(name)
+        return b"" if record is None else record.incarnation
+
     def unbroken(self, name: str, revision: int) -> bool:
         """Does this node live, and has neither restarted nor rejoined since that revision?"""
         record = self.cluster.coordinator.records.get(LIVE_PREFIX + name)

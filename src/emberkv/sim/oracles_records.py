@@ -90,25 +90,25 @@ class NoNeedlessExpiry(Oracle):
     law = "a node is not expired within a ttl of its last heartbeat, nor while it is healthy and connected"
 
     def watch(self, passing: Passing) -> None:
-        self._lost_ns: dict[str, int] = {}
         passing.on_kind("commit", self._on_commit)
 
     def _on_commit(self, process: Any, seen: Any) -> None:
         if seen.restored or process is None:
             return
-        for write in seen.writes:
-            if write.key.startswith(LIVE_PREFIX) and write.key != LIVE_PREFIX + process.name:
-                self._expired(write.key[len(LIVE_PREFIX) :], process)
+        for record in seen.records:
+            name = record.key[len(LIVE_PREFIX) :]
+            if record.key.startswith(LIVE_PREFIX) and name != process.name:
+                # A life that is over may be expired although the next one runs already and has not joined yet.
+                self._expired(name, process, self.evidence.live_incarnation(name))
 
-    def _expired(self, name: str, by: Any) -> None:
+    def _expired(self, name: str, by: Any, incarnation: bytes) -> None:
         now, victim = self.cluster.now, self.cluster.processes[name]
         beat_ns = self.evidence.heartbeats.get(name, 0)
         ttl_ns = by.core.state.settings.ttl_ns
         if now - beat_ns < ttl_ns:
             self.broken(f"{by.name} expired {name}, whose heartbeat was {(now - beat_ns) / MS:.0f} ms old")
-        healthy = (
-            victim.alive and name not in self.evidence.frozen and not self.evidence.cut_off(name, now - 2 * ttl_ns)
-        )
+        awake = victim.alive and victim.incarnation == incarnation and name not in self.evidence.frozen
+        healthy = awake and not self.evidence.cut_off(name, now - 2 * ttl_ns)
         if healthy and self.evidence.disturbed_ns.get(name, 0) < now - 2 * ttl_ns:
             self.broken(f"{by.name} expired {name}, which is healthy and connected")
 

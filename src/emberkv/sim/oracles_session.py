@@ -92,9 +92,13 @@ class Acknowledged(Oracle):
                 streamed_ns = put.stored_ns + STREAM_MS * 1e6 + 4 * self.cluster.options.delay_ms[1] * 1e6
                 if ends and (info.version >= put.stored or request.invoked_ns < streamed_ns):
                     continue  # a backup that the put is still on its way to may know of an earlier delete only
-            elif put.delete:
+            elif put.delete or self._forgotten(key, put.stored):
                 continue
             self.broken(f"{request.told()} missed ({reason}) {put.told()}, acknowledged before it began")
+
+    def _forgotten(self, key: bytes, version: Version) -> bool:
+        """May the put have been deleted since, and that be forgotten by now?"""
+        return any(put.delete for put in self.history.by_key[key]) and self.evidence.floor(key) >= version
 
     def _newest(self, key: bytes, before_ns: int) -> Put | None:
         acked = [put for put in self.history.by_key.get(key, ()) if put.stored_ns < before_ns]

@@ -1,0 +1,39 @@
+"""Many clusters under faults: the same seeds each time, those that once found a bug, and some that nobody has run yet.
+
+A failing seed is named with the command that tells its story. A fresh one that fails belongs into FOUND_SOMETHING, with
+its row in docs/TESTING.md, as long as faults.draw stays as it is; when that changes, the bug's own unit test stays.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from emberkv.cli.sim import fresh_seeds, run_all
+
+FIXED = 300
+FRESH = 200
+JOBS = 2
+FOUND_SOMETHING = (340, 356, 369, 422, 498, 524, 706, 746, 1000, 1068, 1110, 1180, 1263)
+
+
+def broken(seeds: list[int]) -> list[str]:
+    return [
+        f"seed {outcome.seed}: {outcome.violation} (emberkv sim --seed {outcome.seed} --story)"
+        for outcome in run_all(seeds, JOBS, 20.0)
+        if outcome.violation
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_fixed_seeds_find_nothing():
+    assert broken([*range(FIXED), *FOUND_SOMETHING]) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_fresh_seeds_find_nothing(capsys):
+    seeds = fresh_seeds(FRESH)
+    with capsys.disabled():
+        print(f"\nfresh seeds: {' '.join(map(str, seeds))}")
+    assert broken(seeds) == []
