@@ -187,6 +187,8 @@ class Put:
         if current is not None and current.expiry_ms and current.expiry_ms <= self.state.wall_ms:
             directory.remove(current)
             current = None
+        fresh = fresh and not self.state.is_decided(item.put_id)
+        self.state.remember_put(item.put_id)
         if current is not None and not fresh and current.version > item.seen:
             if slot is not None:
                 directory.unref(slot)
@@ -208,6 +210,13 @@ class Put:
             self.state.counters["conflicts"] += 1
             return PutOutcome(PutStatus.SUPERSEDED, evicted.version), None
         version = self._next_version(shard)
+        if current is not None and current.version >= version:
+            # Only a record or a peer that lies can bring this about; one put is refused for it, not the node lost.
+            self.state.note(f"ALARM: {current.version} is above {version}, which comes after all", alarm=True)
+            self.state.counters["version_conflicts"] += 1
+            if slot is not None:
+                directory.unref(slot)
+            return PutOutcome(PutStatus.SUPERSEDED, current.version), None
         entry = make_entry(
             key,
             shard=shard,

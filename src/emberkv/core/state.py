@@ -5,7 +5,7 @@ Limits: bounds that keep memory finite stand here, each with its reason.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 
 import msgspec
@@ -20,6 +20,8 @@ from emberkv.types import BLOCK_BYTES_MAX, SCOPE_BYTES
 
 HINTS_MAX = 65536
 """Waiting hints; beyond it the oldest is dropped and counted (P8)."""
+PUTS_REMEMBERED_MAX = 65536
+"""Puts whose late first send is known for a replay, about 10 MB: minutes of puts at the rates of one node."""
 OPS_MAX = 4096
 """Reads and writes in progress; beyond it new ones are refused, since their callers have long timed out."""
 ANSWER_OVERDUE_LEASES = 4
@@ -84,6 +86,7 @@ class State:
         """Is this node's lease open now? Set by the lease."""
         self.wall_ms = 0
         """Wall clock of the last tick; for the expiry of blocks and nothing else."""
+        self._puts: OrderedDict[bytes, None] = OrderedDict()
         self.peers_up: set[str] = set()
         self.review: set[int] = set()
         """Shards of this node whose owner record may have to change: failover looks at these alone."""
@@ -105,6 +108,17 @@ class State:
         """Wall-clock milliseconds at which a block stamped now expires; 0: never."""
         policy = self.view.policies.get(key[:SCOPE_BYTES])
         return self.wall_ms + policy.expiry_ms if policy is not None and policy.expiry_ms else 0
+
+    def remember_put(self, put_id: bytes) -> None:
+        """This put has been decided here. Should its first send still arrive (it was held up on its way, and its writer
+        has tried again elsewhere), it is a replay."""
+        self._puts[put_id] = None
+        if len(self._puts) > PUTS_REMEMBERED_MAX:
+            self._puts.popitem(last=False)
+
+    def is_decided(self, put_id: bytes) -> bool:
+        """Has this put been decided here before?"""
+        return put_id in self._puts
 
     def request_id(self) -> int:
         """A number that no other request or commit of this core carries at the same time."""

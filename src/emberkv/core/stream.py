@@ -291,9 +291,14 @@ class Stream:
         """The gate for one item: its primary speaks, or (surplus) a replica speaks to its primary."""
         shard = shard_of(item.key)
         if not event.surplus:
-            return self.gate(shard, event.peer, item.authority)
+            allowed, epoch = self.gate(shard, event.peer, item.authority)
+            return allowed and item.version.epoch <= item.authority, epoch
         view = self.state.view
-        return item.authority == view.primary_epoch[shard] != 0, view.epoch_seen[shard]
+        owner, epoch = view.owners[shard], view.primary_epoch[shard]
+        ours = epoch != 0 and item.authority == epoch and event.peer != view.name
+        # What is of our own epoch we have stamped ourselves, or nobody has.
+        known = owner is not None and event.peer in owner.replicas and item.version.epoch < epoch
+        return ours and known, view.epoch_seen[shard]
 
     def on_begin(self, event: ReplicaBegin) -> None:
         """Checks authority and makes room; the bytes come next."""
@@ -429,6 +434,7 @@ class Stream:
             )
         )
         self.mark_applied(shard, item.version)
+        self.state.remember_put(item.put_id)
         return ReplicaStatus.STORED
 
     def adopt(self, key: bytes, checksum: bytes) -> Slot | None:

@@ -147,6 +147,8 @@ class ServerSession:
             return f"HELLO has an incarnation of {len(hello.incarnation)} bytes, needs {INCARNATION_BYTES}"
         if len(hello.node) > NAME_MAX or (hello.role != Role.CLIENT and not hello.node):
             return f"HELLO of a {Role(hello.role).name} connection needs a node name of 1 to {NAME_MAX} characters"
+        if hello.role != Role.CLIENT and hello.node == self._node:
+            return f"HELLO of a peer names {_short(hello.node)}, which is this node itself"
         if hello.want_staging_bytes < 0:
             return f"HELLO asks for {hello.want_staging_bytes} bytes of staging"
         return ""
