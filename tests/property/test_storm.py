@@ -9,7 +9,6 @@ import pytest
 
 from emberkv.core.events import Verified
 from emberkv.core.get import Reads
-from emberkv.core.learner import Learner
 from emberkv.core.merge import AppliedVector
 from emberkv.core.repair import Repair
 from emberkv.types import PutStatus, Version, shard_of
@@ -45,7 +44,7 @@ def test_storms(batch):
 
 def test_calm_world_loses_nothing():
     storm = Storm(5, fault_share=0.0)
-    storm.run(2000)
+    storm.run(3000)
     storm.finish(2000)
     assert storm.hits > 100
     assert storm.stored > 100
@@ -146,7 +145,6 @@ MUTATIONS = {
     "repair never starts": ("emberkv.core.repair.Repair", "start", lambda self: None),
     "vectors are compared and nothing is sent": (Repair, "_compared", complete_at_once),
     "whoever asks is told that nothing is lacking": (AppliedVector, "lacks", lambda self, spans: False),
-    "what only a replica holds is not handed in": (Learner, "_hand_in", lambda self, peer, shard, drop_processed: True),
     "a session's token is not looked at": (Reads, "on_get", read_without_token),
     "a session's read is an eventual one": (Reads, "on_get", read_as_eventual),
     "hints are never flushed": ("emberkv.core.hints.Hints", "flush", lambda self, apply_here: None),

@@ -40,6 +40,7 @@ from emberkv.sim.coordinator import CommitSeen, SimCoordinator, SimStrongStore, 
 from emberkv.sim.engine import MS, Engine, NodeClock, Options, Violation
 from emberkv.sim.network import Network
 from emberkv.sim.process import BROKEN, Ack, Process, fill
+from emberkv.sim.strong import StrongNode
 from emberkv.types import NO_VERSION, SHARDS, Level, PutOutcome, Version, checksum
 
 SCOPE = b"scope..1"
@@ -415,9 +416,10 @@ class Cluster:
             raise Violation(f"P2: {process.name} has not ended a request {late_ms:.0f} ms after its deadline")
         call.lose()
 
-    def strong(self, node: str) -> Strong:
-        """The strong store as this node reaches it: get, put_if, delete, each with `deadline_ms` and `done`."""
-        return Strong(self.strong_store, self.coordinator, self.processes[node])
+    def strong(self, node: str) -> StrongNode:
+        """Strong records as this node serves them: get and put, each with `deadline_ms` and `done`."""
+        process = self.processes[node]
+        return StrongNode(Strong(self.strong_store, self.coordinator, process), process.clock.now_ns)
 
     # -- what holds ----------------------------------------------------------------------------------------------
 

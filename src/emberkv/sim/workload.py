@@ -10,19 +10,19 @@ Limits: a client starts requests at its own rate and does not wait for the last 
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
 from emberkv.client.token import SessionToken
 from emberkv.core.view import NAMESPACE_PREFIX, encode_record
-from emberkv.errors import CoordinatorError
 from emberkv.messages import BlockInfo
-from emberkv.ports import CommitResult, CommitStatus, Record, Write
+from emberkv.node.strong import ABSENT
+from emberkv.ports import Write
 from emberkv.sim.cluster import SCOPE, Cluster, key_of
 from emberkv.sim.history import History, Put, Request
 from emberkv.sim.lincheck import UNKNOWN, StrongOp
-from emberkv.types import Level, MissReason, Namespace, PutOutcome, PutStatus, scope_of
+from emberkv.types import NO_VERSION, Level, MissReason, Namespace, PutOutcome, PutStatus, Version, scope_of
 
 TOKEN_KEYS_MAX: Final = 16
 """Fewer than there are keys, so that forgetting is exercised too."""
@@ -78,8 +78,8 @@ class Workload:
         self.running = False
         self._strong_open = 0
         self._strong_number = 0
-        self._strong_known: dict[tuple[str, str], tuple[int, int | None]] = {}
-        """What a client read last of a strong key: revision and value."""
+        self._strong_known: dict[tuple[str, bytes], tuple[Version, int | None]] = {}
+        """What a client read last of a strong key: version and value."""
 
     def _draw_clients(self) -> list[Client]:
         names = self.cluster.names
@@ -216,7 +216,7 @@ class Workload:
     def _strong(self, client: Client, node: str) -> None:
         """A read, write, conditional write or delete of a strong namespace."""
         strong, rng, begun = self.cluster.strong(node), self.rng, self.cluster.now
-        key = f"strong/{rng.randrange(STRONG_KEYS)}"
+        key = b"%032d" % rng.randrange(STRONG_KEYS)
         kind, deadline_ms = rng.random(), rng.choice(PUT_DEADLINES_MS)
         self._strong_open += 1
         if kind < 0.45:
@@ -224,30 +224,37 @@ class Workload:
             return
         self._strong_number += 1
         value = self._strong_number if kind < 0.9 else None
-        revision, expected = None, None
+        seen, expected = NO_VERSION, None
         if kind > 0.7 and (client.name, key) in self._strong_known:
-            revision, expected = self._strong_known[(client.name, key)]
-        conditional = revision is not None
+            seen, expected = self._strong_known[(client.name, key)]
+        put_id = b"strong.........." + self._strong_number.to_bytes(8, "big")
+        data = b"%d" % value if value is not None else None
+        what: Literal["swap", "write"] = "swap" if seen != NO_VERSION else "write"
+        op = StrongOp(what, key, value, begun, UNKNOWN, client.name, expected)
 
-        def done(result: CommitResult | CoordinatorError) -> None:
+        def done(outcome: PutOutcome) -> None:
+            again = outcome.status is PutStatus.UNKNOWN and rng.random() < RETRY_SHARE and self.running
+            if again:
+                retried = self.cluster.strong(rng.choice(self.cluster.names))
+                retried.put(key, put_id, data, deadline_ms=deadline_ms, done=ended, seen=seen, fresh=False)
+            else:
+                ended(outcome)
+
+        def ended(outcome: PutOutcome) -> None:
             self._strong_open -= 1
-            if isinstance(result, CoordinatorError):
+            if outcome.status is PutStatus.REFUSED or (outcome.status is PutStatus.SUPERSEDED and what == "write"):
                 return  # certainly not written
-            unknown = result.status is CommitStatus.UNKNOWN
-            returned = UNKNOWN if unknown else self.cluster.now
-            swapped = result.status is CommitStatus.COMMITTED
-            op = StrongOp("swap" if conditional else "write", key, value, begun, returned, client.name)
-            self.history.strong.append(op._replace(expected=expected, swapped=swapped))
+            returned = UNKNOWN if outcome.status is PutStatus.UNKNOWN else self.cluster.now
+            swapped = outcome.status is PutStatus.STORED
+            self.history.strong.append(op._replace(returned=returned, swapped=swapped))
 
-        if value is None:
-            strong.delete(key, revision, deadline_ms=deadline_ms, done=done)
-        else:
-            strong.put_if(key, b"%d" % value, revision, deadline_ms=deadline_ms, done=done)
+        strong.put(key, put_id, data, deadline_ms=deadline_ms, done=done, seen=seen)
 
-    def _strong_read(self, client: Client, key: str, begun: int, found: Record | CoordinatorError | None) -> None:
+    def _strong_read(self, client: Client, key: bytes, begun: int, found: tuple[BlockInfo, memoryview | None]) -> None:
         self._strong_open -= 1
-        if isinstance(found, CoordinatorError):
+        info, data = found
+        if info.reason not in (MissReason.NONE, MissReason.ABSENT):
             return
-        value = int(found.value) if found is not None else None
-        self._strong_known[(client.name, key)] = (found.revision if found is not None else 0, value)
+        value = int(bytes(data)) if data is not None else None
+        self._strong_known[(client.name, key)] = (info.version if data is not None else ABSENT, value)
         self.history.strong.append(StrongOp("read", key, value, begun, self.cluster.now, client.name))
