@@ -15,7 +15,7 @@ from emberkv.types import PutStatus, Version, shard_of
 from harness.storm import Storm, run_storm
 from harness.world import World, key_of
 
-BATCHES = 20
+BATCHES = 15
 SEEDS_PER_BATCH = 4
 
 

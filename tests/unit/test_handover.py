@@ -226,11 +226,12 @@ def test_gate_that_is_closed_for_too_long_is_opened_again():
     bare.put([K1], [b"never answered"])
     bare.core.handover.begin(SHARD, "b")
     bare.core.state.review.clear()
-    for _ in range(CLOSING_TTLS_MAX * TTL // (100 * MS)):
-        tick(bare, 100)
-        assert not gate_open(bare)
-    tick(bare, 100)
-    assert gate_open(bare)
+    shut_ms = 0
+    while not gate_open(bare):
+        assert shut_ms * MS <= 2 * CLOSING_TTLS_MAX * TTL
+        tick(bare, 10)
+        shut_ms += 10
+    assert shut_ms * MS >= CLOSING_TTLS_MAX * TTL
 
 
 # -- bounds ----------------------------------------------------------------------------------------------------------

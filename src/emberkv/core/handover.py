@@ -32,8 +32,9 @@ from emberkv.ports import CommitStatus, Compare, Write
 CLOSED_MAX = 32
 """Shards handed over at the same time: their puts wait meanwhile, so few at once."""
 PER_COMMIT_MAX = 16
-CLOSING_TTLS_MAX = 2
-"""A gate that has been closed for so many leases without a commit is opened again: the next one does not keep up."""
+CLOSING_TTLS_MAX = 0.25
+"""A gate that has been closed for this part of a lease without a commit is opened again, and closed once more later:
+the next one does not keep up, or a batch spans two shards that wait for each other. Puts wait meanwhile."""
 
 
 class Phase(Enum):
@@ -74,10 +75,10 @@ class Handover:
     """Shards that this primary gives away."""
 
     def __init__(
-        self, state: State, lease: Lease, repair: Repair, stream: Stream, waits_for_copies: Callable[[int], bool]
+        self, state: State, lease: Lease, repair: Repair, stream: Stream, owes_an_answer: Callable[[int], bool]
     ) -> None:
         self.state = state
-        self.waits_for_copies = waits_for_copies
+        self.owes_an_answer = owes_an_answer
         self.lease = lease
         self.repair = repair
         self.stream = stream
@@ -108,26 +109,33 @@ class Handover:
         """Commits what is ready, settles what is unknown, opens again what cannot be given."""
         if not self.leaving or not self.lease.open(now_ns):
             return
-        patience_ns = CLOSING_TTLS_MAX * self.state.settings.ttl_ns
+        ttl_ns = self.state.settings.ttl_ns
         ready: dict[str, list[Leaving]] = {}
         for leaving in list(self.leaving.values()):
             if leaving.in_flight:
                 continue
             if leaving.phase is Phase.SETTLING:
                 self._commit([leaving], keep=True)
-            elif not self._still_wanted(leaving) or now_ns - leaving.since_ns > patience_ns:
+            elif not self._still_wanted(leaving) or now_ns - leaving.since_ns > self._patience_ns(
+                leaving.shard, ttl_ns
+            ):
                 self._end(leaving.shard)
             elif self._is_quiet(leaving):
                 ready.setdefault(leaving.target, []).append(leaving)
         for group in ready.values():
             self._commit(group[:PER_COMMIT_MAX], keep=False)
 
+    @staticmethod
+    def _patience_ns(shard: int, ttl_ns: int) -> int:
+        """Not the same for all, so that of two that wait for each other one gives way."""
+        return int(CLOSING_TTLS_MAX * ttl_ns * (1 + shard % 8 / 8))
+
     def _is_quiet(self, leaving: Leaving) -> bool:
         """Has the next one answered all, and is nothing left to acknowledge? Who reaches nobody waits for neither: what
         it cannot acknowledge any more is answered as unknown."""
         if not leaving.target:
             return True
-        return not self.stream.flying(leaving.target, leaving.shard) and not self.waits_for_copies(leaving.shard)
+        return not self.stream.flying(leaving.target, leaving.shard) and not self.owes_an_answer(leaving.shard)
 
     def _still_wanted(self, leaving: Leaving) -> bool:
         view, shard = self.state.view, leaving.shard

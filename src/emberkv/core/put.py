@@ -60,6 +60,8 @@ class PutOp(msgspec.Struct, gc=False):
     """Items that this primary has stored and that wait for more copies: index -> outcome so far."""
     epochs: dict[int, int] = msgspec.field(default_factory=dict)
     """Shards that this node has spoken for as primary, and under which epoch: the acknowledgement needs the same."""
+    unsure: dict[int, set[str]] = msgspec.field(default_factory=dict)
+    """Of `copies`: replicas that hold an item and were not known to hold all else when they said so."""
     spoken: dict[int, int] = msgspec.field(default_factory=dict)
     """Items that another primary has answered for -> its epoch: what a relay passes on."""
 
@@ -71,7 +73,7 @@ class Put:
         self.state = state
         self.lease = lease
         self.hints = Hints(state, self.settled)
-        self.repair = Repair(state)
+        self.repair = Repair(state, self.completed)
         self.learner = Learner(state, self.repair)
         self.stream = Stream(
             state, self.hints, self.copied, self.repair.behind, self.repair.filled, self.learner.handed_in
@@ -271,11 +273,23 @@ class Put:
         shard = shard_of(op.begin.keys[index])
         owner = self.state.view.owners[shard]
         if peer not in self.repair.complete.get(shard, ()) and (owner is None or peer not in owner.in_sync):
+            op.unsure.setdefault(index, set()).add(peer)
             return
+        self._count_copy(op, index)
+
+    def completed(self, peer: str, shard: int) -> None:
+        """A replica holds all that this primary holds: what it said before of single items counts now."""
+        for op in [op for op in self.ops.values() if op.unsure]:
+            for index in [index for index, peers in op.unsure.items() if peer in peers]:
+                if shard_of(op.begin.keys[index]) == shard and index in op.copies:
+                    op.unsure[index].discard(peer)
+                    self._count_copy(op, index)
+
+    def _count_copy(self, op: PutOp, index: int) -> None:
         outcome = op.copies[index]
         op.copies[index] = outcome = outcome._replace(copies=outcome.copies + 1)
         if outcome.copies >= op.begin.min_copies:
-            self.settled(op_number, index, op.copies.pop(index), 0)
+            self.settled(op.op, index, op.copies.pop(index), 0)
 
     # -- as an accepting node --------------------------------------------------------------------------------
 
@@ -354,9 +368,10 @@ class Put:
         """Another may speak for the shard by now: it has another epoch, or it is on its way to somebody else."""
         return self.state.view.primary_epoch[shard] != epoch or shard in self.state.given
 
-    def waits_for_copies(self, shard: int) -> bool:
-        """Is a put that this node stored for the shard not acknowledged yet?"""
-        return any(op.copies and shard in op.epochs for op in self.ops.values())
+    def owes_an_answer(self, shard: int) -> bool:
+        """Is a put that this node stored for the shard not acknowledged yet? It may wait for copies, or for other keys
+        of its batch."""
+        return any(shard in op.epochs for op in self.ops.values())
 
     def _withdraw(self, op: PutOp, outcomes: list[PutOutcome]) -> None:
         """A shard has another epoch than when this node stored for it: that store must not be acknowledged."""

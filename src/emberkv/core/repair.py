@@ -19,6 +19,7 @@ irrelevant. Complete replicas are named to failover, which commits them as in sy
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from enum import Enum
 
 import msgspec
@@ -101,8 +102,10 @@ class Repair:
 
     stream: Stream
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, completed: Callable[[str, int], None]) -> None:
+        """`completed(peer, shard)`: a replica holds all that this primary holds."""
         self.state = state
+        self.completed = completed
         self.waiting: dict[str, OrderedDict[int, None]] = {}
         self.lanes: dict[tuple[str, int], CatchUp] = {}
         self.complete: dict[int, set[str]] = {}
@@ -332,6 +335,7 @@ class Repair:
             # Writes that were superseded before we heard of them: the other replicas have to hear of them as well.
             self.stream.others_behind(lane.shard, peer)
         self.complete.setdefault(lane.shard, set()).add(peer)
+        self.completed(peer, lane.shard)
         self.state.review.add(lane.shard)
         self._drop_lane(peer, lane, again=False)
 

@@ -28,7 +28,7 @@ class Replica:
         self.state = State(settings, tier)
         self.lease = Lease(self.state)
         self.put = Put(self.state, self.lease)
-        self.handover = Handover(self.state, self.lease, self.put.repair, self.put.stream, self.put.waits_for_copies)
+        self.handover = Handover(self.state, self.lease, self.put.repair, self.put.stream, self.put.owes_an_answer)
         self.failover = Failover(self.state, self.lease, self.handover)
         self.failover.caught_up = self.put.repair.complete
         self.reads = Reads(self.state, self.put.hints, self.put.stream, self.put.learner.ask_to_compare)

@@ -100,12 +100,11 @@ class Coordination:
             if batch.compacted:
                 revision = self._list_all()
                 continue
-            if batch.records or batch.deleted:
-                self._handle(
-                    ev.Records(
-                        self._clock.now_ns(), list(batch.records), list(batch.deleted), batch.revision, full=False
-                    )
-                )
+            # A deleted key comes with an empty value and is named: that is no record to decode.
+            gone = set(batch.deleted)
+            records = [record for record in batch.records if record.key not in gone]
+            if records or gone:
+                self._handle(ev.Records(self._clock.now_ns(), records, list(batch.deleted), batch.revision, full=False))
             revision = batch.revision
 
     def _list_all(self) -> int:

@@ -45,7 +45,7 @@ from emberkv.messages import (
     VectorReply,
     Welcome,
 )
-from emberkv.net.link import LinkClosed, LinkTimeout
+from emberkv.net.link import LinkClosed, LinkTimeout, hung_up
 from emberkv.net.local_link import LocalLink
 from emberkv.net.tcp import HANDSHAKE_TIMEOUT_MS, serve_handshake
 from emberkv.net.tcp_link import TcpLink
@@ -75,6 +75,13 @@ NEED_NAMESPACE = (GetRequest, PutRequest, ExistsRequest)
 OPEN_WAIT_S = 2.0
 SEND_TIMEOUT_MS = 2000
 """A client that takes no answer for this long loses its connection, not the node a thread."""
+
+
+def refuse_abandoned(link: TcpLink | LocalLink) -> None:
+    """Raises LinkClosed if the client has hung up. Its request may have lain here while this process was frozen: the
+    client has tried elsewhere since, others have built on that, and a first send must not be taken for new now."""
+    if hung_up(link.fileno()):
+        raise LinkClosed("the client hung up before its request was decided")
 
 
 class Server:
@@ -233,7 +240,7 @@ class Server:
         elif policy is None or self._refused(link, request, message, policy):
             return
         elif policy.level == Level.STRONG:
-            link.send(self.strong.put_tcp(link, message, scope), request)
+            link.send(self.strong.put_tcp(link, message, scope, lambda: refuse_abandoned(link)), request)
             return
         items = message.items
         self._put(
@@ -260,10 +267,20 @@ class Server:
         """A put from any connection; `fill` brings its bytes into the slots. `policy`: of a client's namespace; what a
         peer forwards was judged where it came in."""
         min_copies = message.min_copies if policy is None else copies_wanted(policy, message, self.factor)
+        from_client = not from_peer
+
+        def receive(slots: list[Slot | None]) -> list[bytes | None]:
+            checksums = fill(slots)
+            if from_client:
+                refuse_abandoned(link)
+            return checksums
+
+        if from_client and message.delete:
+            refuse_abandoned(link)
         self.runtime.put(
             [scope + item.key for item in message.items],
             message.items,
-            fill,
+            receive,
             self._answer_of(link, request),
             deadline_ns=self.runtime.now_ns() + message.deadline_ms * 1_000_000,
             session=message.level == Level.SESSION,
@@ -399,7 +416,7 @@ class Server:
             if self._refused(link, request, message, policy):
                 return
             if policy.level == Level.STRONG:
-                link.send(self.strong.put_local(staging, message, scope), request)
+                link.send(self.strong.put_local(staging, message, scope, lambda: refuse_abandoned(link)), request)
                 return
             items = message.items
             self._put(

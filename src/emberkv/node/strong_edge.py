@@ -103,9 +103,12 @@ class StrongEdge:
 
     # -- writes --------------------------------------------------------------------------------------------------
 
-    def put_tcp(self, link: TcpLink, message: PutRequest, scope: bytes) -> PutReply:
+    def put_tcp(
+        self, link: TcpLink, message: PutRequest, scope: bytes, refuse_abandoned: Callable[[], None]
+    ) -> PutReply:
         """Stores or deletes records whose bytes follow on the link. Raises Unavailable when they do not come whole:
-        those before are stored then, and nobody is told."""
+        those before are stored then, and nobody is told. `refuse_abandoned` raises
+        when the client has hung up."""
 
         def take(item: PutItem) -> memoryview | None:
             fits = item.length <= DATA_BYTES_MAX and self._held.take(item.length)
@@ -117,9 +120,15 @@ class StrongEdge:
                 raise Unavailable(f"{link.peer_address} stopped in the middle of a payload")
             return buffers[0] if fits else None
 
-        return self._put(message, scope, take)
+        return self._put(message, scope, take, refuse_abandoned)
 
-    def put_local(self, staging: StagingArea | None, message: PutRequest, scope: bytes) -> PutReply:
+    def put_local(
+        self,
+        staging: StagingArea | None,
+        message: PutRequest,
+        scope: bytes,
+        refuse_abandoned: Callable[[], None],
+    ) -> PutReply:
         """Stores or deletes records whose bytes lie in the client's staging."""
 
         def take(item: PutItem) -> memoryview | None:
@@ -129,14 +138,21 @@ class StrongEdge:
             # A copy first: what the client writes meanwhile must not come between checksum and store.
             return memoryview(bytes(view)) if self._held.take(item.length) else None
 
-        return self._put(message, scope, take)
+        return self._put(message, scope, take, refuse_abandoned)
 
-    def _put(self, message: PutRequest, scope: bytes, take: Callable[[PutItem], memoryview | None]) -> PutReply:
+    def _put(
+        self,
+        message: PutRequest,
+        scope: bytes,
+        take: Callable[[PutItem], memoryview | None],
+        refuse_abandoned: Callable[[], None],
+    ) -> PutReply:
         deadline_ns = self._runtime.now_ns() + message.deadline_ms * 1_000_000
         fresh = bool(message.flags & FRESH)
         outcomes: list[PutOutcome] = []
         for item in message.items:
             if message.delete:
+                refuse_abandoned()
                 outcomes.append(self.records.put(scope, item, None, deadline_ns, fresh=fresh))
                 continue
             data = take(item)
@@ -144,6 +160,7 @@ class StrongEdge:
                 outcomes.append(_TOO_LARGE if item.length > DATA_BYTES_MAX else _NO_SPACE)
                 continue
             try:
+                refuse_abandoned()
                 outcomes.append(self.records.put(scope, item, data, deadline_ns, fresh=fresh))
             finally:
                 self._held.give_back(item.length)
