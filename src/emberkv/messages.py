@@ -383,7 +383,7 @@ class LiveRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HeartbeatRecord(msgspec.Struct, frozen=True, array_like=True):
-    """Record hb/<node>: moves every ttl/3."""
+    """Record hb/<node>: moves every heartbeat period."""
 
     liveness_epoch: int
     counter: int

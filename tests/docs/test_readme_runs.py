@@ -51,7 +51,7 @@ def test_the_python_example(cluster: LocalCluster, tmp_path: Path) -> None:
     said = run([sys.executable, "-c", example], cluster, tmp_path)
     assert "STORED" in said
     assert "some KV bytes" in said
-    assert "Hit(" in said.splitlines()[-1]
+    assert said.splitlines()[-1] == "b'newer bytes'"
 
 
 @pytest.mark.integration

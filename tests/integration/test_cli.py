@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import io
 import json
 import os
 import pty
@@ -18,8 +19,12 @@ from typing import Any
 
 import psutil
 import pytest
+from rich.console import Console
 
 from emberkv.cli.cluster import LocalCluster
+from emberkv.cli.namespace import render as namespace_table
+from emberkv.cli.output import human_count
+from emberkv.cli.status import render, summarize
 from emberkv.config import load, write
 from emberkv.errors import ConfigError, NameInUse, Unavailable
 from emberkv.types import BLOCK_BYTES_MAX
@@ -78,7 +83,12 @@ def endpoints(cluster: LocalCluster) -> str:
         (["up", "--cluster-id", "a/b"], "cluster_id: 'a/b' is not a name"),
         (["node", "--config", "/does/not/exist"], "cannot read the configuration /does/not/exist"),
         (["budget", "soon"], "'soon' is not a duration"),
+        (["budget", "0"], "failover budget 0s: it must be above 0 and at most 1h"),
+        (["budget", "10h"], "failover budget 36000s: it must be above 0 and at most 1h"),
         (["budget", "3s", "--drift", "0.5"], "drift"),
+        (["sim", "--story"], "name it with --seed"),
+        (["sim", "--seeds", "0"], "no seed to run: give --seeds, --fresh or --seed"),
+        (["sim", "--seed", "-1"], "--seed: -1 is below 0"),
         (["budget", "3s", "--lateness-ms", "nan"], "lateness_ms"),
         (["get", "a"], "no cluster is known: start one with `emberkv up`"),
         (["status"], "no cluster is known"),
@@ -107,6 +117,7 @@ def test_help_version_and_light_start(tmp_path: Path) -> None:
     assert b"Commands:" in run(tmp_path).stdout
     assert run(tmp_path, "--version").stdout.startswith(b"emberkv ")
     assert b"Usage: emberkv up" in run(tmp_path, "up", "--help").stdout
+    assert b"Usage: emberkv namespace" in run(tmp_path, "namespace").stdout
     assert b"benchmarks: " in run(tmp_path, "bench").stdout
     assert b"--sessions INT" in run(tmp_path, "demo", "--help").stdout
     probe = "import sys, emberkv.cli.main; print([m for m in ('numpy', 'torch', 'transformers') if m in sys.modules])"
@@ -156,13 +167,12 @@ def test_the_tool_that_is_broken_says_so(tmp_path: Path) -> None:
 def test_budget(tmp_path: Path) -> None:
     table = run(tmp_path, "budget", "3s").stdout.decode()
     assert all(word in table for word in ("worst case", "double fault", "back-off", "smallest feasible budget"))
+    assert "embedded coordinator has no leader" in table
     document = json.loads(run(tmp_path, "budget", "3s", "--json").stdout)
     assert document["budget_ms"] == 3000
     assert sum(term["ms"] for term in document["terms"]) == pytest.approx(document["worst_case_ms"])
     assert document["smallest_budget_ms"] < 3000
-    slow = json.loads(
-        run(tmp_path, "budget", "9s", "--coordinator-p99-ms", 400, "--election-ms", 2000, "--json").stdout
-    )
+    slow = json.loads(run(tmp_path, "budget", "9s", "--commit-ms", 400, "--election-ms", 2000, "--json").stdout)
     assert slow["smallest_budget_ms"] > document["smallest_budget_ms"]
     assert slow["double_fault_ms"] > 11_000
 
@@ -172,7 +182,14 @@ def test_an_endpoint_where_nobody_answers(tmp_path: Path) -> None:
     result = run(tmp_path, "get", "a", "--endpoint", f"unix:{tmp_path}/no.sock", "--json")
     assert result.returncode == 1
     assert json.loads(result.stdout)["reason"] == "unreachable"
-    refused(run(tmp_path, "put", "a", "-", "--endpoint", f"unix:{tmp_path}/no.sock", stdin=b"x"), 1)
+    # Each address once, with the reason, whatever the command.
+    where = ["--endpoint", f"unix:{tmp_path}/no.sock", "--endpoint", "127.0.0.1:1"]
+    for words in (["put", "a", "-"], ["get", "a"], ["status"], ["namespace", "list"], ["drain", "n1"]):
+        message = refused(run(tmp_path, *words, *where, stdin=b"x"), 1)
+        assert message.count(f"{tmp_path}/no.sock") == 1, message
+        assert message.count("127.0.0.1:1") == 1, message
+        assert "No such file or directory" in message
+        assert "Connection refused" in message
 
 
 # --------------------------------------------------------------------------------------------------- with a cluster
@@ -206,8 +223,20 @@ def test_put_get_delete(tmp_path: Path, endpoints: str) -> None:
     assert found["version"] == document["version"]
     deleted = run(tmp_path, "delete", "greeting", "--level", "session", EMBERKV_ENDPOINTS=endpoints)
     assert deleted.returncode == 0
+    assert deleted.stdout.startswith(b"delete: deleted, version ")
     assert "miss: deleted" in refused(run(tmp_path, "get", "greeting", EMBERKV_ENDPOINTS=endpoints), 1)
     assert "miss: absent" in refused(run(tmp_path, "get", "never", EMBERKV_ENDPOINTS=endpoints), 1)
+
+
+def test_what_a_namespace_cannot_do_is_refused_with_the_fix(tmp_path: Path, endpoints: str) -> None:
+    for words, message in (
+        (["--level", "session", "--min-copies", "3"], "factor of namespace 'default' is 2"),
+        (["--min-copies", "2"], "an eventual put waits for no copies: say --level session"),
+        (["--level", "strong"], "namespace 'default' is eventual: say --level session, or create"),
+    ):
+        assert message in refused(run(tmp_path, "put", "k", "-", *words, stdin=b"v", EMBERKV_ENDPOINTS=endpoints))
+    said = run(tmp_path, "put", "one", "-", "--level", "session", stdin=b"v", EMBERKV_ENDPOINTS=endpoints).stdout
+    assert said.startswith(b"put: stored, version ")
 
 
 def test_put_from_standard_input_and_over_tcp(tmp_path: Path, cluster: LocalCluster) -> None:
@@ -240,6 +269,55 @@ def test_status(tmp_path: Path, cluster: LocalCluster, endpoints: str) -> None:
     assert all(word in text for word in ("n1", "member", "epochs", "misses:"))
     assert all(len(line) <= 80 or "gone.sock" in line for line in text.splitlines())
     assert "…" not in text
+
+
+def test_status_of_a_loaded_cluster_fits_into_a_terminal(cluster: LocalCluster) -> None:
+    """While nodes drain, are down and hold much, is every count still there, uncut?"""
+    busy = {
+        "node": "storage-07",
+        "phase": "member",
+        "draining": True,
+        "shards": {"primary": 131, "backup": 125, "learner": 104},
+        "entries": 1_234_567,
+        "bytes_used": 1001 << 20,
+        "bytes_total": 1001 << 30,
+        "prefaulted_bytes": 1001 << 30,
+        "hints": 16_384,
+        "lag": 12_345,
+        "misses": {"absent": 7_654_321},
+        "counters": {"get_hits": 123_456_789},
+    }
+    nodes = [{**document, **busy} for document in cluster.statuses()]
+    nodes.append({"endpoint": "tcp:127.0.0.1:65535", "error": "cannot reach 127.0.0.1:65535: Connection refused"})
+    table, _ = render({"cluster": summarize(nodes), "nodes": nodes})
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(table)
+    lines = console.export_text().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert not any("\u2026" in line for line in lines)
+    (down,) = [line for line in lines if " down " in line]
+    assert down.split()[1] == "down"
+    for line in (line for line in lines if "draining" in line):
+        assert "131+125+104" in line
+        assert "1001M/1001G" in line
+
+
+def test_namespaces_fit_into_a_terminal() -> None:
+    long = {"name": "a" * 64, "level": "eventual", "owner": "o" * 64, "dropped": True, "factor": 2, "min_copies": 1}
+    long |= {"block_bytes_max": 1000 << 10, "verify": "entry", "expiry": "1500ms", "generation": 12, "revision": 345}
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(namespace_table([long, {**long, "name": "chat", "owner": ""}]))
+    text = console.export_text()
+    assert max(map(len, text.splitlines())) <= 80
+    assert "\u2026" not in text
+    words = {word for line in text.splitlines() for word in line.split()}
+    assert {"namespace", "owner", "factor", "copies", "verify", "expiry", "(dropped)", "1000", "KiB", "1500ms"} <= words
+    folded = [word for line in text.splitlines() for word in line.split()[:1] if set(word) == {"a"}]
+    assert "".join(folded) == "a" * 64
+    assert human_count(9999) == "9999"
+    assert [human_count(n) for n in (10_000, 99_999, 100_000, 999_999, 1_000_000)] == [
+        "10.0k", "99.9k", "100k", "999k", "1.0M",
+    ]  # fmt: skip
 
 
 # -------------------------------------------------------------------------------------------------------- emberkv up
@@ -372,7 +450,7 @@ def test_a_killed_node_is_reported_and_the_rest_goes_on(tmp_path: Path) -> None:
         assert document["cluster"]["nodes_up"] == 2
         assert document["cluster"]["primaries"] == 256
         _, said = up.end(signal.SIGINT)
-    assert f"node n3 (pid {up.pids[2]}) ended with signal 9" in said
+    assert f"node n3 (pid {up.pids[2]}) ended with signal 9; start it again with `emberkv node --config " in said
 
 
 def test_progress_and_table_in_a_terminal(tmp_path: Path) -> None:

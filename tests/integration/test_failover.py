@@ -94,6 +94,30 @@ def test_a_frozen_primary_is_replaced_and_comes_back_as_a_learner(tmp_path: Path
         assert frozen["shards"]["primary"] == 0
 
 
+def test_a_put_that_a_frozen_node_finds_later_overwrites_nothing(tmp_path: Path) -> None:
+    """Its client went elsewhere and was answered; others have put since."""
+    with LocalCluster(tmp_path, 3, arena_bytes=64 * MIB, failover_budget="20s") as cluster:
+        cluster.wait_ready(60)
+        endpoints = {node.name: node.endpoint for node in cluster.nodes}
+        with Client([endpoints["n1"], endpoints["n3"]], prefer_local=False) as early, Client([endpoints["n2"]]) as late:
+            key = key_of(next(iter(names_in_shards("frozen", shards_of(late, "n2")))))
+            assert early.put_many([(key_of("warm"), b"w")], level=Level.SESSION)[0]
+            cluster.kill("n1", signal.SIGSTOP)
+            try:
+                first = early.put_many([(key, b"early")], level=Level.SESSION, deadline_ms=4000)[0]
+                assert first.status is PutStatus.STORED
+                session = late.session()
+                assert session.put_many([(key, b"later")])[0].status is PutStatus.STORED
+            finally:
+                cluster.kill("n1", signal.SIGCONT)
+            with Client([endpoints["n1"]]) as woken:
+                woken.exists_many([key])  # by then the old request, which came before, has had its turn as well
+            time.sleep(0.5)
+            (found,) = session.get_many([key])
+            assert found
+            assert bytes(found.data) == b"later"
+
+
 def test_the_cluster_survives_the_loss_of_all_but_one(tmp_path: Path) -> None:
     with LocalCluster(tmp_path, 3, arena_bytes=64 * MIB, failover_budget="1.5s") as cluster:
         cluster.wait_ready(60)

@@ -283,7 +283,7 @@ def test_commands(cluster: LocalCluster) -> None:
     assert "session" in table
     assert max(map(len, table.splitlines())) <= 80
     changed = run(cluster, "namespace", "set", "cli", "--min-copies", "2", "--owner", "me")
-    assert "namespace cli: changed, generation 1, revision 1" in changed.stderr
+    assert "namespace cli: changed, generation 1, revision 1" in changed.stdout
     refused = run(cluster, "namespace", "set", "cli", "--min-copies", "3", code=2).stderr
     assert refused.startswith("emberkv: min_copies: 3 copies asked by namespace 'cli', but factor is 2")
     assert (

@@ -133,6 +133,27 @@ def test_counting_from_all_nodes_loses_nothing(cluster: LocalCluster) -> None:
         assert int(found.data.tobytes()) == threads * each
 
 
+def test_a_request_that_a_frozen_node_finds_later_is_not_performed(cluster: LocalCluster) -> None:
+    """Its client went elsewhere, and the record was deleted since: the condition holds again, the lock stays free."""
+    key = key_of("lock")
+    endpoints = [cluster.node(name).endpoint for name in ("n1", "n3")]
+    with Client(endpoints, namespace="ledger", prefer_local=False) as first, client_of(cluster, "n2") as second:
+        first.put_many([PutBlock(key_of("warm"), b"w")], deadline_ms=10_000)
+        cluster.kill("n1", signal.SIGSTOP)
+        try:
+            taken = first.put_many([PutBlock(key, b"mine", 0, ABSENT)], deadline_ms=4000)[0]
+            assert taken.status is PutStatus.STORED
+            assert second.delete_many([key], deadline_ms=10_000)[0].status is PutStatus.STORED
+        finally:
+            cluster.kill("n1", signal.SIGCONT)
+        with client_of(cluster, "n1", tcp=True) as woken:
+            read(woken, key)  # by then the old request, which came before, has had its turn as well
+            time.sleep(0.5)
+            found = read(woken, key)
+    assert isinstance(found, Miss)
+    assert found.reason is MissReason.ABSENT
+
+
 def test_concurrent_reads_and_writes_are_linearizable(cluster: LocalCluster) -> None:
     key = os.urandom(32)
     history: list[tuple[float, float, bool, Version, bytes]] = []

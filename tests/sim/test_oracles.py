@@ -386,6 +386,23 @@ def test_other_faults_excuse_a_late_takeover(served: Stage) -> None:
     served.pass_ms(5000)
 
 
+def test_who_reaches_nobody_must_give_its_shards_up(served: Stage) -> None:
+    served.pass_ms(5000)
+    served.fault(Fault(0, "isolate", "a", for_ms=9999))
+    with refused("GivenUp"):
+        served.pass_ms(5000)
+
+
+def test_who_reaches_nobody_may_keep_what_nobody_else_has() -> None:
+    stage = Stage()
+    for name in "abc":
+        stage.alive(name)
+    stage.own("a", 1, "a")
+    stage.pass_ms(5000)
+    stage.fault(Fault(0, "isolate", "a", for_ms=9999))
+    stage.pass_ms(5000)
+
+
 # -- P5, rest ------------------------------------------------------------------------------------------------------
 
 

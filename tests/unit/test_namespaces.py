@@ -370,6 +370,22 @@ def test_an_unknown_outcome_of_a_command_is_read_back(office: Office) -> None:
     assert recorded(office.coordinator.real)["kv"].owner == ""
 
 
+@pytest.mark.parametrize(
+    ("changes", "end"),
+    [
+        ({"owner": "o" * 60_000}, "beginning with a letter or digit"),
+        ({"expiry": "9" * 60_000 + "x"}, "write it like 3s, 500ms, 2m or 1h"),
+        ({"k" * 60_000: 1}, "what can be is min_copies, factor, expiry, verify, owner"),
+    ],
+)
+def test_an_error_echoes_only_a_line_of_what_was_asked(office: Office, changes: dict[str, object], end: str) -> None:
+    office.say("namespace-create", name="kv", level="session")
+    ok, _, error = office.say("namespace-set", name="kv", changes=changes)
+    assert not ok
+    assert error.endswith(end)
+    assert len(error) < 700
+
+
 def test_a_command_that_comes_second_is_told_to_look_again(office: Office) -> None:
     office.say("namespace-create", name="kv", level="session")
     for verb, arguments in (

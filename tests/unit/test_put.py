@@ -25,7 +25,7 @@ from emberkv.types import (
     scope_of,
     shard_of,
 )
-from harness.bare import MS, Bare, all_of, live, only, sends
+from harness.bare import MS, Bare, all_of, item, live, only, sends
 from harness.world import World, key_of, keys_of_shard
 
 K1, K2 = key_of(1), key_of(2)
@@ -93,6 +93,43 @@ def test_equal_put_id_with_other_bytes_never_takes_the_version():
     assert outcome.status is PutStatus.SUPERSEDED
 
 
+def test_first_send_that_comes_after_its_retry_was_decided_is_a_replay():
+    """It lay in a frozen node while its writer tried elsewhere, and others have put since."""
+    bare = primary()
+    bare.put([K1], [b"late"], fresh=False, ids=[b"l" * 24])
+    newer = done(bare.put([K1], [b"newer"], op=2)).outcomes[0]
+    outcome = done(bare.put([K1], [b"late"], op=3, ids=[b"l" * 24])).outcomes[0]
+    assert (outcome.status, outcome.version) == (PutStatus.SUPERSEDED, newer.version)
+
+
+def test_first_send_of_a_put_that_this_replica_stored_is_a_replay_when_it_is_primary():
+    bare = Bare().join().own(primary="b", replicas=("b", "a"), in_sync=("b", "a"))
+    bare.receive((item(K1, b"late", 1), b"late"), (item(K1, b"newer", 2), b"newer"))
+    bare.own(epoch=6)
+    outcome = done(bare.put([K1], [b"late"], op=3, ids=[b"p" * 24])).outcomes[0]
+    assert (outcome.status, outcome.version) == (PutStatus.SUPERSEDED, Version(5, 2))
+
+
+def test_memory_of_decided_puts_is_bounded(monkeypatch):
+    monkeypatch.setattr("emberkv.core.state.PUTS_REMEMBERED_MAX", 2)
+    state = primary().core.state
+    for put_id in (b"1", b"2", b"3"):
+        state.remember_put(put_id)
+    assert [state.is_decided(put_id) for put_id in (b"1", b"2", b"3")] == [False, True, True]
+
+
+def test_put_below_what_is_stored_is_refused_with_an_alarm_and_the_node_goes_on():
+    """Only a record or a peer that lies can bring such a version here."""
+    bare = primary()
+    bare.put([K1], [b"one"])
+    entry = bare.core.state.directory.get(K1)
+    entry.version = Version(5, 1 << 62)
+    outcome = done(bare.put([K1], [b"two"], op=2)).outcomes[0]
+    assert (outcome.status, outcome.version) == (PutStatus.SUPERSEDED, Version(5, 1 << 62))
+    assert bare.core.state.counters["version_conflicts"] == 1
+    assert done(bare.put([K2], [b"other"], op=3)).outcomes[0].status is STORED
+
+
 def test_delete_stamps_a_tombstone_and_a_replayed_one_is_stored_already():
     bare = primary()
     bare.put([K1], [b"one"])
@@ -117,6 +154,19 @@ def test_copy_at_a_learner_does_not_count():
     assert not all_of(answer(bare, stream(effects), ReplicaStatus.STORED), fx.PutDone)
     ends = bare.tick(1001)
     assert done(ends).outcomes[0].status is UNKNOWN
+
+
+def test_copy_at_a_learner_counts_when_it_turns_out_to_hold_all_else_too():
+    bare = primary(in_sync=("a",))
+    effects = bare.put([K1], [b"one"], min_copies=2)
+    send = stream(effects)
+    assert not all_of(answer(bare, send, ReplicaStatus.STORED), fx.PutDone)
+    bare.core.put.completed("b", shard_of(K2) if shard_of(K2) != shard_of(K1) else shard_of(K1) ^ 1)
+    bare.core.put.completed("c", shard_of(K1))
+    assert 1 in bare.core.put.ops
+    bare.core.put.completed("b", shard_of(K1))
+    outcome = done(bare.tick()).outcomes[0]
+    assert (outcome.status, outcome.copies) == (STORED, 2)
 
 
 def test_copy_that_was_refused_for_space_does_not_count():

@@ -72,6 +72,8 @@ def test_a_fitting_hello_is_welcome(said: m.Hello) -> None:
         (hello(incarnation=b""), "incarnation of 0 bytes"),
         (hello(role=int(Role.FETCH)), "FETCH connection needs a node name"),
         (hello(node="n" * 256), "node name"),
+        (hello(role=int(Role.STREAM), node="n1"), "'n1', which is this node itself"),
+        (hello(role=int(Role.FETCH), node="n1"), "'n1', which is this node itself"),
         (hello(want_staging_bytes=-1), "-1 bytes of staging"),
         (hello(tenant="evil\nline " + "x" * 10_000), "tenant 'evil\\\\nline x"),
     ],

@@ -190,6 +190,21 @@ def test_surplus_is_taken_only_by_the_primary_that_it_is_meant_for():
         assert not bare.live_slots()
 
 
+def test_surplus_is_taken_only_from_replicas_and_only_of_epochs_before_ours():
+    bare = owner(epoch=6)
+    for peer, epoch in (("evil", 5), ("a", 5), ("b", 6), ("b", 7)):
+        written = item(K1, b"x", 1 << 62, authority=6, epoch=epoch)
+        assert receive(bare, (written, b"x"), surplus=True, peer=peer).statuses == [S.FENCED], (peer, epoch)
+    assert not bare.live_slots()
+    assert receive(bare, (item(K1, b"x", 4, authority=6), b"x"), surplus=True).statuses == [S.STORED]
+
+
+def test_version_above_the_authority_that_speaks_is_fenced():
+    bare = backup()
+    assert receive(bare, (item(K1, b"x", 1, authority=5, epoch=6), b"x")).statuses == [S.FENCED]
+    assert bare.core.state.directory.get(K1) is None
+
+
 # -- what is processed -----------------------------------------------------------------------------------------------
 
 

@@ -30,6 +30,7 @@ from emberkv.messages import (
     Welcome,
 )
 from emberkv.net import LinkClosed, LinkTimeout, now_ns
+from emberkv.net.link import hung_up
 from emberkv.net.overlap import recv_digests
 from emberkv.net.tcp import TcpLink, TcpListener, connect, parse_address, serve_handshake
 from emberkv.types import DEFAULT_NAMESPACE, Version, checksum
@@ -474,3 +475,15 @@ def wait_for(condition: object, timeout_s: float = 5) -> None:
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.01)
+
+
+def test_who_has_hung_up_is_seen_although_its_bytes_lie_here_unread() -> None:
+    for kind in (socket.SOCK_STREAM, socket.SOCK_SEQPACKET):
+        near, far = socket.socketpair(socket.AF_UNIX, kind)
+        with far:
+            near.sendall(b"a request")
+            assert not hung_up(far.fileno())
+            near.close()
+            assert hung_up(far.fileno())
+            assert far.recv(100) == b"a request"
+        assert hung_up(-1)

@@ -15,15 +15,27 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from emberkv.cli.endpoints import choose
-from emberkv.cli.output import emit_error, emit_json, human_bytes, notes
-from emberkv.errors import ConfigError
-from emberkv.types import BLOCK_BYTES_MAX, KEY_BYTES, Hit, Level, PutOutcome, PutStatus, RefuseReason
+from emberkv.cli.output import emit_error, emit_json, human_bytes, notes, results
+from emberkv.errors import ConfigError, Unavailable
+from emberkv.types import (
+    BLOCK_BYTES_MAX,
+    KEY_BYTES,
+    Level,
+    Miss,
+    MissReason,
+    Namespace,
+    PutOutcome,
+    PutStatus,
+    RefuseReason,
+)
 
 if TYPE_CHECKING:
     from emberkv.client import Client
 
 HEX_CHARS_SUSPECT: Final = 16
 """From so many hex digits on, a text is taken for a key that was cut or doubled, not for a name."""
+WHY_MS: Final = 500
+"""To ask why nobody was reached, after the command's own deadline."""
 
 Key = Annotated[str, typer.Argument(metavar="KEY", help="64 hex digits, or any text (its SHA-256 is the key).")]
 Endpoints = Annotated[
@@ -80,6 +92,40 @@ def connect(endpoints: list[str] | None, namespace: str) -> Iterator[Client]:
         client.close()
 
 
+def check_terms(policy: Namespace | None, level: Level | None, min_copies: int) -> None:
+    """Raises ConfigError, with the fix, for what a namespace cannot do; `policy` None: no node has described it."""
+    if policy is None:
+        return
+    if level is not None and (level is Level.STRONG) != (policy.level == Level.STRONG):
+        usual = Level(policy.level).name.lower()
+        fix = "leave --level out" if policy.level == Level.STRONG else "say --level session"
+        raise ConfigError(
+            f"--level {level.name.lower()}: namespace {policy.name!r} is {usual}: {fix}, or create a namespace with "
+            f"`emberkv namespace create NAME --level {level.name.lower()}`"
+        )
+    if min_copies == 1:
+        return
+    if policy.level == Level.STRONG:
+        raise ConfigError(f"--min-copies: namespace {policy.name!r} is strong, it has no copies: leave it out")
+    if (level if level is not None else policy.level) == Level.EVENTUAL:
+        raise ConfigError(f"--min-copies {min_copies}: an eventual put waits for no copies: say --level session")
+    if min_copies > policy.factor:
+        raise ConfigError(
+            f"--min-copies {min_copies}: factor of namespace {policy.name!r} is {policy.factor}, so at most "
+            f"{policy.factor} replicas hold a block: ask for fewer copies, or raise the factor"
+        )
+
+
+def explained(client: Client, reason: RefuseReason | MissReason) -> str:
+    """The label of a reason; of *unreachable* with each address and why it does not answer, if that is known."""
+    if reason in (RefuseReason.UNREACHABLE, MissReason.UNREACHABLE):
+        try:
+            client.status(deadline_ms=WHY_MS)
+        except Unavailable as error:
+            return f"{reason.label}: {error}"
+    return reason.label
+
+
 def put(
     key: Key,
     file: Annotated[str, typer.Argument(metavar="FILE", help="File to store, or - for standard input.")],
@@ -96,10 +142,12 @@ def put(
     with connect(endpoint, namespace) as client:
         if len(data) > client.block_bytes_max:
             raise _too_large(len(data), client.block_bytes_max)
+        check_terms(client.policy, chosen_level, min_copies)
         outcome = client.put_many([(digest, data)], level=chosen_level, deadline_ms=deadline_ms, min_copies=min_copies)[
             0
         ]
-    _report("put", digest, outcome, as_json, {"bytes": len(data)})
+        reason = explained(client, outcome.reason)
+    _report("put", digest, outcome, as_json, {"bytes": len(data)}, reason)
 
 
 def delete(
@@ -113,8 +161,10 @@ def delete(
     """Delete a block everywhere."""
     digest, chosen_level = parse_key(key), parse_level(level)
     with connect(endpoint, namespace) as client:
+        check_terms(client.policy, chosen_level, 1)
         outcome = client.delete_many([digest], level=chosen_level, deadline_ms=deadline_ms)[0]
-    _report("delete", digest, outcome, as_json, {})
+        reason = explained(client, outcome.reason)
+    _report("delete", digest, outcome, as_json, {}, reason)
 
 
 def get(
@@ -132,13 +182,15 @@ def get(
     output = None if output == Path("-") else output
     digest, chosen_level = parse_key(key), parse_level(level)
     with connect(endpoint, namespace) as client:
+        check_terms(client.policy, chosen_level, 1)
         found = client.get_many([digest], deadline_ms=deadline_ms, level=chosen_level)[0]
+        reason = explained(client, found.reason) if isinstance(found, Miss) else ""
     document: dict[str, Any] = {"key": digest.hex(), "hit": bool(found), "version": list(found.version)}
-    if not isinstance(found, Hit):
+    if isinstance(found, Miss):
         if as_json:
             emit_json(document | {"reason": found.reason.label})
         else:
-            emit_error(f"miss: {found.reason.label}")
+            emit_error(f"miss: {reason}")
         raise typer.Exit(1)
     document["bytes"] = found.data.nbytes
     if output is not None:
@@ -194,7 +246,7 @@ def _write_file(path: Path, data: memoryview) -> None:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None
 
 
-def _report(what: str, key: bytes, outcome: PutOutcome, as_json: bool, more: dict[str, Any]) -> None:
+def _report(what: str, key: bytes, outcome: PutOutcome, as_json: bool, more: dict[str, Any], reason: str) -> None:
     status = outcome.status.name.lower()
     version = f"{outcome.version.epoch}.{outcome.version.seq}"
     if as_json:
@@ -209,18 +261,27 @@ def _report(what: str, key: bytes, outcome: PutOutcome, as_json: bool, more: dic
             }
         )
     elif outcome:
-        detail = f", version {version}, {outcome.copies} copies" if outcome.status is PutStatus.STORED else ""
-        notes().print(f"{what}: {status}{detail}  {key.hex()}", soft_wrap=True)
+        results().print(f"{what}: {_success(what, outcome, version)}  {key.hex()}", soft_wrap=True)
     if outcome:
         return
     text = {
         PutStatus.SUPERSEDED: f"a newer value is there (version {version})",
         PutStatus.UNKNOWN: "the answer did not come in time; it may or may not have been done: look with `emberkv get`",
-    }.get(outcome.status, f"refused: {outcome.reason.label}")
+    }.get(outcome.status, f"refused: {reason}")
     bad_input = outcome.reason in (RefuseReason.TOO_LARGE, RefuseReason.BAD_KEY, RefuseReason.NO_NAMESPACE)
     if not as_json:
         emit_error(f"{what}: {text}")
     raise typer.Exit(2 if bad_input else 1)
+
+
+def _success(what: str, outcome: PutOutcome, version: str) -> str:
+    """'stored, version 1.7, 2 copies', 'deleted, version 1.8, at 2 replicas', or how far it came."""
+    if outcome.status is not PutStatus.STORED:
+        return outcome.status.name.lower()
+    many = outcome.copies != 1
+    if what == "delete":
+        return f"deleted, version {version}, at {outcome.copies} replica{'s' if many else ''}"
+    return f"stored, version {version}, {outcome.copies} {'copies' if many else 'copy'}"
 
 
 def register(app: typer.Typer) -> None:

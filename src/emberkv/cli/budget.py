@@ -16,7 +16,7 @@ DEFAULTS = Costs()
 
 def budget_command(
     budget: Annotated[str, typer.Argument(help="Longest outage of session puts, like 3s or 1500ms.")] = "3s",
-    coordinator_p99_ms: Annotated[float, typer.Option(help="One coordinator commit, p99.9.")] = DEFAULTS.commit_ms,
+    commit_ms: Annotated[float, typer.Option(help="One coordinator commit, p99.9.")] = DEFAULTS.commit_ms,
     watch_ms: Annotated[float, typer.Option(help="From a commit to its watchers, p99.9.")] = DEFAULTS.watch_ms,
     lateness_ms: Annotated[float, typer.Option(help="Lateness of a node's loop, p99.9.")] = DEFAULTS.lateness_ms,
     drift: Annotated[
@@ -31,7 +31,7 @@ def budget_command(
 ) -> None:
     """Show every term of a failover budget, its worst case, and the smallest that is feasible here."""
     costs = Costs(
-        commit_ms=coordinator_p99_ms,
+        commit_ms=commit_ms,
         watch_ms=watch_ms,
         lateness_ms=lateness_ms,
         drift=drift,
@@ -73,7 +73,11 @@ def _print(planned: Budget, document: dict[str, Any]) -> None:
         table.add_row(term, meaning, f"{ms:.1f}")
     table.add_section()
     table.add_row("", "worst case", f"{planned.worst_case_ms:.1f}")
-    table.add_row("", "double fault: the primary's host and the coordinator's leader", f"{planned.double_fault_ms:.1f}")
+    if planned.costs.coordinator_election_ms:
+        both = "double fault: the primary's host and the coordinator's leader"
+        table.add_row("", both, f"{planned.double_fault_ms:.1f}")
+    else:
+        table.add_row("", "double fault: an embedded coordinator has no leader", "-")
     console.print(table)
     console.print(
         f"lease ttl {planned.ttl_ms:.0f} ms, renewed every {planned.heartbeat_ms:.0f} ms, "

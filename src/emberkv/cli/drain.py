@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from emberkv.cli.blocks import Endpoints, Json, connect
-from emberkv.cli.output import emit_json, notes
+from emberkv.cli.output import emit_json, notes, results
 from emberkv.errors import ConfigError, Unavailable
 
 if TYPE_CHECKING:
@@ -36,9 +36,9 @@ def drain(
     if as_json:
         emit_json(document)
     elif undo:
-        notes().print(f"node {node}: takes part again", soft_wrap=True, markup=False)
+        results().print(f"node {node}: takes part again", soft_wrap=True, markup=False)
     else:
-        notes().print(describe(document), soft_wrap=True, markup=False)
+        results().print(describe(document), soft_wrap=True, markup=False)
 
 
 def _wait(client: Client, node: str, document: dict[str, Any], timeout_s: float, deadline_ms: int) -> dict[str, Any]:

@@ -9,11 +9,11 @@ from rich import box
 from rich.table import Table
 
 from emberkv.cli.blocks import Endpoints, Json, connect
-from emberkv.cli.output import emit_json, human_bytes, notes, results
+from emberkv.cli.output import emit_json, human_bytes, results
 from emberkv.config import parse_size
 from emberkv.errors import ConfigError
 
-namespaces = typer.Typer(name="namespace", help="List, create, change and drop namespaces.", no_args_is_help=True)
+namespaces = typer.Typer(name="namespace", help="List, create, change and drop namespaces.")
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the namespace.")]
 Factor = Annotated[int | None, typer.Option(help="Replicas that keep the bytes. Default: the cluster's.")]
@@ -23,6 +23,12 @@ Expiry = Annotated[str | None, typer.Option(help="Life of a block, like 10m; 0: 
 Owner = Annotated[str | None, typer.Option(help="Who answers for it.")]
 Revision = Annotated[int | None, typer.Option(help="Only if the policy still has this revision.")]
 Deadline = Annotated[int, typer.Option("--deadline-ms", min=1, max=60_000, help="The answer comes by then.")]
+
+
+@namespaces.callback(invoke_without_command=True)
+def _group(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
 @namespaces.command("list")
@@ -117,16 +123,18 @@ def drop_command(
     if as_json:
         emit_json(document)
     else:
-        notes().print(f"namespace {name}: dropped", soft_wrap=True, markup=False)
+        results().print(f"namespace {name}: dropped", soft_wrap=True, markup=False)
 
 
 def render(found: list[dict[str, Any]]) -> Table:
     """Namespaces as a table of at most 80 columns."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for title in ("namespace", "level", "owner"):
-        table.add_column(title, overflow="fold")
+    table = Table(box=box.SIMPLE_HEAD, padding=0)
+    # Names have room for their heading and "(dropped)" and are folded where they are longer; nothing else ever is.
+    table.add_column("namespace", overflow="fold", min_width=len("(dropped)"))
+    table.add_column("level", no_wrap=True)
+    table.add_column("owner", overflow="fold", min_width=len("owner"))
     for title in ("factor", "min\ncopies", "block\nmax", "verify", "expiry", "gen", "rev"):
-        table.add_column(title, justify="right")
+        table.add_column(title, justify="right", no_wrap=True)
     for space in found:
         strong = space["level"] == "strong"
         replicas = ["-", "-"] if strong else [str(space["factor"]), str(space["min_copies"])]
@@ -149,7 +157,7 @@ def _report(what: str, made: dict[str, Any], as_json: bool) -> None:
         emit_json({"namespace": made})
     else:
         text = f"namespace {made['name']}: {what}, generation {made['generation']}, revision {made['revision']}"
-        notes().print(text, soft_wrap=True, markup=False)
+        results().print(text, soft_wrap=True, markup=False)
 
 
 def register(app: typer.Typer) -> None:

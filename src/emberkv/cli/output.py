@@ -36,6 +36,16 @@ def emit_error(text: str) -> None:
     sys.stderr.flush()
 
 
+def human_count(count: int) -> str:
+    """'1.2M': five characters at most, for a column that must not grow."""
+    if count < 10_000:
+        return str(count)
+    for unit, size in (("k", 10**3), ("M", 10**6), ("G", 10**9), ("T", 10**12)):
+        if count < 1000 * size:
+            return f"{count // (size // 10) / 10}{unit}" if count < 100 * size else f"{count // size}{unit}"
+    return f"{count:.0e}"
+
+
 def human_bytes(count: float) -> str:
     """'512 MiB': three digits are enough to read."""
     for unit in ("B", "KiB", "MiB", "GiB"):

@@ -34,25 +34,34 @@ JOBS_MAX = 64
 
 
 def sim_command(
-    seeds: Annotated[int, typer.Option(help="How many seeds to run, from --first on.")] = 100,
-    first: Annotated[int, typer.Option(help="First seed.")] = 0,
-    fresh: Annotated[int, typer.Option(help="So many more seeds that were never run before; they are named.")] = 0,
-    jobs: Annotated[int, typer.Option(help="Processes that run seeds.")] = 2,
-    seconds: Annotated[float, typer.Option(help="Virtual seconds of a usual run.")] = 20.0,
-    seed: Annotated[int, typer.Option(help="Run this one seed.")] = -1,
-    story: Annotated[bool, typer.Option("--story", help="Tell what happened (with --seed).")] = False,
-    shrink_it: Annotated[bool, typer.Option("--shrink", help="Find the smallest schedule that fails.")] = False,
+    seeds: Annotated[int, typer.Option(help="How many seeds to run, from --first on; 0 only with --fresh.")] = 100,
+    first: Annotated[int, typer.Option(help="First of them.")] = 0,
+    fresh: Annotated[int, typer.Option(help="So many more, drawn by real chance; they are named at the end.")] = 0,
+    jobs: Annotated[int, typer.Option(help=f"Processes that run seeds, 1 to {JOBS_MAX}.")] = 2,
+    seconds: Annotated[float, typer.Option(help="Virtual seconds of a usual run, 1 to 3600.")] = 20.0,
+    seed: Annotated[int | None, typer.Option(help="Run this one seed only, instead of --seeds.")] = None,
+    story: Annotated[bool, typer.Option("--story", help="Tell what happened in it; needs --seed.")] = False,
+    shrink_it: Annotated[
+        bool, typer.Option("--shrink", help="For what failed, find the fewest faults that still make it fail.")
+    ] = False,
     mutations: Annotated[
-        bool, typer.Option("--mutations", help="Break the code on purpose; all must be found.")
+        bool,
+        typer.Option("--mutations", help="Break the code on purpose, one way at a time; all must be found (minutes)."),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Simulate clusters under faults and check every promise; one seed is one run."""
     if seeds < 0 or fresh < 0 or first < 0 or not 1 <= jobs <= JOBS_MAX or not 1 <= seconds <= 3600:
         raise ConfigError(f"seeds, fresh and first are at least 0, jobs 1 to {JOBS_MAX}, seconds 1 to 3600")
+    if seed is not None and seed < 0:
+        raise ConfigError(f"--seed: {seed} is below 0")
+    if story and seed is None:
+        raise ConfigError("--story tells of one run: name it with --seed (seeds that fail are told without it)")
+    if seed is None and not mutations and seeds + fresh == 0:
+        raise ConfigError("no seed to run: give --seeds, --fresh or --seed")
     if mutations:
         raise typer.Exit(_mutations(jobs, as_json=as_json))
-    if seed >= 0:
+    if seed is not None:
         raise typer.Exit(_one(seed, seconds, story=story, smaller=shrink_it, as_json=as_json))
     chosen = list(range(first, first + seeds)) + fresh_seeds(fresh)
     raise typer.Exit(_many(chosen, fresh, jobs, seconds, smaller=shrink_it, as_json=as_json))
@@ -105,8 +114,14 @@ def _tell(seed: int, seconds: float, options: Options, teller: Story, *, smaller
     console = notes()
     world = ", ".join(f"{name}={getattr(options, name)}" for name in options.__struct_fields__ if name != "faults")
     console.print(f"seed {seed}: {world}", soft_wrap=True, markup=False)
+    begin_ms = teller.faults_begin_ms
+    if options.faults:
+        told = "none had begun" if begin_ms is None else "all times: ms since the start of the cluster"
+        console.print(f"  faults that were drawn ({told}):", soft_wrap=True, markup=False)
     for fault in options.faults:
-        console.print(f"  at {fault.at_ms:.0f} ms: {fault.text()}", soft_wrap=True, markup=False)
+        # A fault is drawn for so long after the moment at which the cluster serves; the story begins at its start.
+        at = f"{fault.at_ms:.0f} ms after it serves" if begin_ms is None else f"{begin_ms + fault.at_ms:.1f} ms"
+        console.print(f"  at {at}: {fault.text()}", soft_wrap=True, markup=False)
     for line in teller.lines():
         console.print(line, soft_wrap=True, markup=False)
     console.print(

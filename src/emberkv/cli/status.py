@@ -13,7 +13,7 @@ from rich.table import Table
 
 from emberkv.cli.blocks import Endpoints, Json
 from emberkv.cli.endpoints import choose
-from emberkv.cli.output import emit_json, human_bytes, results
+from emberkv.cli.output import emit_json, human_bytes, human_count, results
 from emberkv.cli.probe import STATUS_TIMEOUT_MS, fetch_status
 from emberkv.errors import EmberError, Unavailable
 from emberkv.types import EPOCH_GENERATION_SHIFT, SHARDS
@@ -36,9 +36,12 @@ def status(
         table, lines = render(document)
         console = results()
         console.print(table)
-        console.print("\n".join(lines), soft_wrap=True, markup=False)
+        for line in lines:
+            # An address stays whole, so that it can be copied.
+            console.print(line, soft_wrap="/" in line and ".sock" in line, markup=False)
     if not document["cluster"]["nodes_up"]:
-        raise Unavailable(f"no node answers: {document['nodes'][0]['error']}")
+        reasons = (node["error"].removeprefix("no node answers at ") for node in document["nodes"])
+        raise Unavailable("no node answers: " + "; ".join(reasons))
 
 
 def collect(endpoints: Sequence[str], timeout_ms: int = STATUS_TIMEOUT_MS) -> dict[str, Any]:
@@ -91,11 +94,14 @@ def render(document: dict[str, Any]) -> tuple[Table, list[str]]:
     """The document as a table of at most 80 columns, and lines below it."""
     cluster = document["cluster"]
     title = f"cluster {', '.join(cluster['cluster_id']) or '(no answer)'}"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in ("node", "state", "lease", "shards\np+b+l", "entries", "used/\ntotal"):
-        table.add_column(name, justify="left" if name in ("node", "state") else "right")
-    for name in ("pre-\nfault", "hints\n/lag", "hits/\nmisses", "late\np99"):
-        table.add_column(name, justify="right")
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0)
+    # Long names are folded, and very large counts if it must be; nothing is cut.
+    table.add_column("node", overflow="fold")
+    table.add_column("state", no_wrap=True)
+    for name in ("lease", "shards\np+b+l", "ent-\nries", "used/\ntotal"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("pre-\nfault", "hints/\nlag", "hits/\nmisses", "late\np99"):
+        table.add_column(name, justify="right", overflow="fold")
     for node in document["nodes"]:
         table.add_row(*_row(node))
     misses = sorted(cluster["misses"].items(), key=lambda item: -item[1])
@@ -130,11 +136,11 @@ def _row(node: dict[str, Any]) -> list[str]:
         "draining" if node.get("draining") else node["phase"],
         f"{left_ms / 1000:.1f}s" if left_ms else "none",
         "+".join(str(shards.get(role, 0)) for role in ("primary", "backup", "learner")),
-        str(node["entries"]),
+        human_count(node["entries"]),
         f"{_compact(node['bytes_used'])}/{_compact(total)}",
         f"{100 * node['prefaulted_bytes'] // total}%" if total else "-",
-        f"{node['hints']}/{node['lag']}",
-        f"{node['counters'].get('get_hits', 0)}/{sum(node['misses'].values())}",
+        f"{human_count(node['hints'])}/{human_count(node['lag'])}",
+        f"{human_count(node['counters'].get('get_hits', 0))}/{human_count(sum(node['misses'].values()))}",
         f"{node['heartbeat_lateness_ms']['p99']:.0f}ms",
     ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+import shlex
 import signal
 import time
 from collections.abc import Iterator
@@ -157,12 +158,18 @@ def _print(cluster: LocalCluster, documents: list[dict[str, Any]]) -> None:
         "emberkv get greeting",
         "emberkv status",
         f"kill -9 {victim['pid']}   # node {victim['name']}; then get and status again",
+        f"{_start_again(victim['config'])}   # brings it back; Ctrl-C ends it",
     ):
         console.print(f"  {line}", soft_wrap=True)
     console.print("Programs find it with:", style="bold")
     console.print(f"  export {VARIABLE}={','.join(document['endpoints'])}", soft_wrap=True)
     console.print("Ctrl-C stops it.", style="bold")
     console.file.flush()
+
+
+def _start_again(config: str) -> str:
+    """The command that brings a node back; in a terminal of its own, since it then no longer belongs to `up`."""
+    return f"emberkv node --config {shlex.quote(config)}"
 
 
 def _stay(cluster: LocalCluster) -> None:
@@ -175,7 +182,8 @@ def _stay(cluster: LocalCluster) -> None:
                 known.discard(node.name)
                 code = node.exit_code or 0
                 how = f"signal {-code}" if code < 0 else f"code {code}: {node.last_words()}"
-                emit_error(f"node {node.name} (pid {node.pid}) ended with {how}")
+                again = f"start it again with `{_start_again(str(node.config_path))}`"
+                emit_error(f"node {node.name} (pid {node.pid}) ended with {how}; {again}")
     raise Unavailable(f"all nodes have ended; see the logs in {cluster.directory}")
 
 

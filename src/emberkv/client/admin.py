@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from emberkv.client.connection import dial, ms_left
-from emberkv.client.pool import CONTROL, Pool
+from emberkv.client.pool import CONTROL, Pool, named
 from emberkv.errors import ConfigError, EmberError, HandshakeRefused, Unavailable
 from emberkv.messages import AdminReply, AdminRequest, Hello
 from emberkv.net import now_ns
@@ -76,7 +76,7 @@ class Administration:
             except HandshakeRefused:
                 raise
             except EmberError as error:
-                failures.append(f"{node.endpoint}: {error}")
+                failures.append(named(node.endpoint, str(error)))
                 continue
             try:
                 reply = connection.receive(AdminReply, connection.send(request, deadline_ns), deadline_ns)

@@ -133,6 +133,11 @@ class Client(Administration):
         return welcome.namespace if welcome else None
 
     @property
+    def policy(self) -> Namespace | None:
+        """The namespace as a node described it when it was dialled last; None until one answered."""
+        return self._geometry()
+
+    @property
     def block_bytes_max(self) -> int:
         """Largest value that the namespace takes, in bytes."""
         namespace = self._geometry()

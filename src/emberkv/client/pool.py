@@ -63,6 +63,12 @@ def host_boot_id() -> str:
         return ""
 
 
+def named(endpoint: Endpoint, reason: str) -> str:
+    """A reason with the endpoint before it, unless it names the address itself."""
+    reason = reason.removeprefix("no node answers at ")
+    return reason if endpoint.address in reason else f"{endpoint}: {reason}"
+
+
 class Node:
     """One endpoint of a node, and its connections. All fields are the pool's, under its lock."""
 
@@ -152,7 +158,7 @@ class Pool:
     def reasons(self) -> str:
         """Why the nodes that failed did, in one line."""
         with self._changed:
-            return "; ".join(f"{node.endpoint}: {node.reason}" for node in self._nodes if node.reason) or "none known"
+            return "; ".join(named(node.endpoint, node.reason) for node in self._nodes if node.reason) or "none known"
 
     # -- which nodes --------------------------------------------------------------------------------------------------
 

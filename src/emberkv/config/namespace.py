@@ -44,8 +44,9 @@ def is_token(value: str) -> bool:
 def check_token(key: str, value: str) -> None:
     """Raises ConfigError for what cannot be a name."""
     if not is_token(value):
+        shown = value if len(value) <= 2 * TOKEN_CHARS_MAX else f"{value[:TOKEN_CHARS_MAX]}..."
         raise ConfigError(
-            f"{key}: {value!r} is not a name: use 1 to {TOKEN_CHARS_MAX} letters, digits, '.', '_' and '-', "
+            f"{key}: {shown!r} is not a name: use 1 to {TOKEN_CHARS_MAX} letters, digits, '.', '_' and '-', "
             "beginning with a letter or digit"
         )
 

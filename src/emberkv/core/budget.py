@@ -151,7 +151,7 @@ def plan(budget_ms: float, costs: Costs | None = None, timers: Timers | None = N
     that timers which were stated do not satisfy."""
     costs, timers = costs or Costs(), timers or Timers()
     if not math.isfinite(budget_ms) or budget_ms <= 0 or budget_ms > BUDGET_MS_MAX:
-        raise ConfigError(f"failover budget {budget_ms:g} ms is not between 0 and 1 hour")
+        raise ConfigError(f"failover budget {budget_ms / 1000:g}s: it must be above 0 and at most 1h")
     smallest = smallest_budget_ms(costs)
     if budget_ms < smallest:
         raise ConfigError(

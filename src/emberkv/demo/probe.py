@@ -56,7 +56,8 @@ class Look:
 
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint
-        link, welcome, arena_fd, staging_fd = connect_local(endpoint.removeprefix("unix:"), hello(), TIMEOUT_MS)
+        asking = msgspec.structs.replace(hello(), namespace="default")
+        link, welcome, arena_fd, staging_fd = connect_local(endpoint.removeprefix("unix:"), asking, TIMEOUT_MS)
         self._link = link
         self._requests = 0
         try:

@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 
 DEADLINE_MS_MAX: Final = 60_000
 GENERATIONS_CLEARED: Final = 16
+ERROR_CHARS_MAX: Final = 600
+"""An error is a line for a terminal, whatever was asked; without a bound it would echo 60,000 characters of a name."""
 UNCERTAIN: Final = "the coordinator did not say whether it was done; look, and say it again if it was not"
 CHANGED: Final = "changed meanwhile: look and try again"
 
@@ -360,4 +362,8 @@ def _converted(values: dict[str, Any], kind: type[Arguments]) -> Arguments:
 
 
 def _failed(text: str, *, retry: bool) -> AdminReply:
+    if len(text) > ERROR_CHARS_MAX:
+        # The beginning names the key, the end says what to do; between them stands what the caller sent.
+        half = ERROR_CHARS_MAX // 2
+        text = f"{text[:half]} ... {text[-half:]}"
     return AdminReply(False, msgspec.json.encode({"retry": retry}), text)

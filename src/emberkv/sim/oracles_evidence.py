@@ -105,6 +105,8 @@ class Evidence:
         self._evicted: set[bytes] = set()
         """Keys that lives which are over had evicted."""
         self._decoded: dict[tuple[str, int], ShardOwner] = {}
+        self._epochs_at: dict[int, list[tuple[int, int]]] = {}
+        """(shard, epoch) of the owner records that were written at a revision."""
         self._last_owners: tuple[int, list[tuple[int, ShardOwner]]] = (-1, [])
 
     def owner_record(self, key: str, revision: int, value: bytes) -> ShardOwner:
@@ -136,7 +138,10 @@ class Evidence:
             beat = HEARTBEAT_PREFIX + process.name
             if any(write.key == beat for write in seen.writes):
                 self.heartbeats[process.name] = now
-        for shard, owner in self.owners_of(seen):
+        owners = self.owners_of(seen)
+        if owners:
+            self._epochs_at[seen.revision] = [(shard, owner.epoch) for shard, owner in owners]
+        for shard, owner in owners:
             self.changes[shard].append(Change(now, owner, seen.revision))
             if owner.primary and (shard, owner.epoch) not in self.given:
                 self.given[(shard, owner.epoch)] = (owner.primary, owner.liveness_epoch)
@@ -147,10 +152,10 @@ class Evidence:
     def on_records(self, process: Any, event: ev.Records) -> None:
         """A node is told of records."""
         learned = self.learned[life_of(process)]
-        for record in event.records:
-            if record.key.startswith(OWNER_PREFIX):
-                shard = int(record.key[len(OWNER_PREFIX) :])
-                epoch = self.owner_record(record.key, record.revision, record.value).epoch
+        for revision in {record.revision for record in event.records}:
+            # Of what that commit wrote, a part may have been written again since: then with an epoch that is not lower,
+            # and told here too.
+            for shard, epoch in self._epochs_at.get(revision, ()):
                 if epoch > learned.get(shard, 0):
                     learned[shard] = epoch
 

@@ -52,6 +52,8 @@ class Story:
     def __init__(self) -> None:
         self._all: list[Told] = []
         self._begun_ns = 0
+        self.faults_begin_ms: float | None = None
+        """When the clock of the schedule (Fault.at_ms) began, in the story's milliseconds; None: no fault has begun."""
         self._end: Told | None = None
 
     def listen(self, cluster: Any, history: History) -> None:
@@ -70,6 +72,8 @@ class Story:
             del self._all[: KEPT_MAX // 2]
 
     def _on_fault(self, _: str, __: Any, detail: Any) -> None:
+        if self.faults_begin_ms is None:
+            self.faults_begin_ms = (self._cluster.now - self._begun_ns) / MS - detail[1].at_ms
         self._add(f"fault: {detail[0]}" if not detail[0].startswith("end of") else detail[0])
 
     def _on_life(self, _: str, process: Any, what: str) -> None:
