@@ -163,6 +163,8 @@ BOUNDS = {
     f"(at most {failover.GUARD_COMPARES_MAX})": "guards",
     f"Up to {failover.RECONCILES_PER_HEARTBEAT} times per heartbeat period": "reconciles",
     f"At most {failover.MOVES_MAX} shards of a primary": "moves",
+    f"put_ids of the last {state.PUTS_REMEMBERED_MAX:,} puts": "decided puts",
+    f"at most {directory.Directory.CLEARED_PER_TICK_MAX:,} blocks leave with their slabs": "cleared slabs",
     f"At most {handover.CLOSED_MAX} gates are closed at a time, {handover.PER_COMMIT_MAX} to a commit": "hand-overs",
     f"waits in step 2 for {handover.CLOSING_TTLS_MAX} ttl": "closing",
     f"{repair.PROBES_PER_MESSAGE_MAX} shards to a message, {repair.LANES_PER_PEER_MAX} at a time": "comparisons",

@@ -11,7 +11,7 @@ from emberkv.core.view import encode_record, owner_key
 from emberkv.errors import InvariantViolation
 from emberkv.messages import PutFlag, PutRequest, ReplicaStatus, Replicate, ReplicateReply, ShardOwner
 from emberkv.ports import CommitStatus
-from emberkv.types import SHARDS, PutStatus, RefuseReason
+from emberkv.types import SHARDS, PutStatus, RefuseReason, shard_of
 from harness.bare import MS, TTL, Bare, all_of, beats, live, only, sends
 from harness.world import World, key_of, keys_of_shard
 
@@ -114,6 +114,28 @@ def test_nothing_is_given_while_a_put_of_it_waits_for_its_copies():
     stored("b")
     assert not given(tick(bare))
     assert only(stored("c"), fx.PutDone).outcomes[0].status is PutStatus.STORED
+    assert given(tick(bare))
+
+
+def test_nothing_is_given_while_the_rest_of_a_batch_is_unanswered():
+    """The answer of a batch is one message: what is stored here waits in it for the other keys."""
+    bare = Bare(factor=3).join().own()
+    other = next(key_of(number) for number in range(999) if shard_of(key_of(number)) != SHARD)
+    bare.own(primary="c", replicas=("c", "b"), in_sync=("c", "b"), shards=range(shard_of(other), shard_of(other) + 1))
+    bare.core.put.repair.complete.update({shard: {"b"} for shard in range(SHARDS)})
+    bare.core.put.repair.waiting.clear()
+    bare.core.state.review.clear()
+    bare.up("b", "c")
+    effects = bare.put([K1, other], [b"one", b"two"], deadline_ms=60)
+    assert not all_of(effects, fx.PutDone)
+    (copy,) = sends(effects, Replicate)
+    bare.core.handover.begin(SHARD, "b")
+    bare.unref(copy.slots)
+    reply = ReplicateReply([int(ReplicaStatus.STORED)], [0])
+    bare.step(ev.ReplicateAnswered(bare.now, "b", copy.request, reply))
+    assert not given(tick(bare))
+    outcomes = only(tick(bare, 60), fx.PutDone).outcomes
+    assert [outcome.status is PutStatus.STORED for outcome in outcomes] == [True, False]
     assert given(tick(bare))
 
 

@@ -195,7 +195,7 @@ def test_policy_follows_the_records_and_ends_with_the_drop() -> None:
 
 def test_a_peer_opens_the_generation_that_it_means_or_nothing() -> None:
     behind, ahead = known(KV), known(msgspec.structs.replace(KV, generation=2))
-    hello = ahead.hello(Role.FETCH, scope_of("kv", 2))
+    hello = msgspec.structs.replace(ahead.hello(Role.FETCH, scope_of("kv", 2)), node="another")
     assert (hello.namespace, hello.generation) == ("kv", 2)
     answer = behind.session().answer(hello)
     assert isinstance(answer, ErrorFrame)

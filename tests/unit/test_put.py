@@ -345,6 +345,25 @@ def test_delete_is_answered_by_the_primary_at_every_level():
     deleted = PutOutcome(STORED, Version(5, 2), 1)
     assert done(bare.step(ev.PutAnswered(bare.now, "b", send.request, PutReply([deleted])))).outcomes == [deleted]
     bare.put([K2], [b""], op=2, session=False, delete=True)
+    # It left as a first send and may still be stamped as new: it is not over.
+    assert done(bare.tick(1001)).outcomes[0].status is PutStatus.UNKNOWN
+
+
+def test_put_is_called_queued_only_if_it_can_do_no_more_than_fill():
+    """What a primary may yet stamp as new would come over what its writer, told that it is over, puts next."""
+    bare = outsider()
+    bare.step(ev.PeerDown(bare.now, "b"))
+    bare.put([K1], [b"never sent"])
+    assert done(bare.tick(1001)).outcomes[0].status is PutStatus.QUEUED
+    bare.up("b")
+    bare.put([K2], [b"sent, and lost with the connection"], op=2)
+    bare.step(ev.PeerDown(bare.now, "b"))
+    assert done(bare.tick(1001)).outcomes[0].status is PutStatus.UNKNOWN
+    bare.up("b")
+    send = forwarded(bare.put([key_of(77)], [b"refused for certain"], op=3))
+    refused = PutOutcome(PutStatus.REFUSED, reason=RefuseReason.FENCED)
+    bare.step(ev.PutAnswered(bare.now, "b", send.request, PutReply([refused])))
+    bare.step(ev.PeerDown(bare.now, "b"))
     assert done(bare.tick(1001)).outcomes[0].status is PutStatus.QUEUED
 
 

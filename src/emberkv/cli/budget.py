@@ -16,7 +16,9 @@ DEFAULTS = Costs()
 
 def budget_command(
     budget: Annotated[str, typer.Argument(help="Longest outage of session puts, like 3s or 1500ms.")] = "3s",
-    commit_ms: Annotated[float, typer.Option(help="One coordinator commit, p99.9.")] = DEFAULTS.commit_ms,
+    commit_ms: Annotated[
+        float, typer.Option("--commit-ms", "--coordinator-p99-ms", help="One coordinator commit, p99.9.")
+    ] = DEFAULTS.commit_ms,
     watch_ms: Annotated[float, typer.Option(help="From a commit to its watchers, p99.9.")] = DEFAULTS.watch_ms,
     lateness_ms: Annotated[float, typer.Option(help="Lateness of a node's loop, p99.9.")] = DEFAULTS.lateness_ms,
     drift: Annotated[

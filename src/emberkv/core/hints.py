@@ -55,6 +55,9 @@ class Hint(msgspec.Struct, gc=False):
     index: int = 0
     born_ns: int = 0
     rejections: int = 0
+    sent_fresh: bool = False
+    """Left as a first send and was not certainly refused: it may yet be stamped over whatever came since, so its put is
+    not over."""
     relayed: bool = False
     """Came from a node that does not reach the primary: goes to the primary itself or nowhere."""
 
@@ -250,6 +253,7 @@ class Hints:
         for hint in hints:
             self._dequeue(hint)
             hint.fresh = False
+            hint.sent_fresh = hint.sent_fresh or fresh
             self._flying[hint.entry.key] = hint
         number = self.state.send(target, request, slots)
         self.forwards[number] = Forward(target, hints, self.state.now_ns, fresh)
@@ -271,7 +275,9 @@ class Hints:
                 self.state.counters["fenced_replies"] += 1
                 bounced.append(hint)
                 continue
-            if outcome.status is PutStatus.QUEUED or (outcome.status is PutStatus.UNKNOWN and not hint.op):
+            relayed = peer != self.state.view.primary_of(hint.entry.shard)
+            unsure = outcome.status is PutStatus.UNKNOWN and (relayed or not hint.op)
+            if outcome.status is PutStatus.QUEUED or unsure:
                 # A relay that did not hear from the primary, or a gate that closed: it may be stored, so from now on
                 # it only fills.
                 bounced.append(hint)
@@ -281,10 +287,11 @@ class Hints:
                 continue
             # A lapsed lease mends itself, however long it takes; bytes that do not match their checksum do not.
             hint.rejections += outcome.reason is RefuseReason.CHECKSUM
-            if peer != self.state.view.primary_of(hint.entry.shard):
+            if relayed:
                 self._useless[(peer, hint.entry.shard)] = self.state.now_ns + self.state.settings.heartbeat_ns
             # Refused means certainly not stored, so the next send is a first one again.
             hint.fresh = forward.fresh
+            hint.sent_fresh = hint.sent_fresh and not forward.fresh
             if hint.rejections < REJECTIONS_MAX:
                 bounced.append(hint)
             else:

@@ -397,7 +397,10 @@ class Put:
                 # Stored here, but not yet on as many replicas as were asked for: the caller must not count on it.
                 op.outcomes[index] = op.copies[index]._replace(status=PutStatus.UNKNOWN)
             else:
-                op.outcomes[index] = PutOutcome(PutStatus.QUEUED, copies=1)
+                hint = self.hints.pending.get(op.begin.keys[index])
+                adrift = hint is not None and hint.op == op.op and hint.index == index and hint.sent_fresh
+                # What may still be stamped as new is not over, and must not be called so.
+                op.outcomes[index] = PutOutcome(PutStatus.UNKNOWN if adrift else PutStatus.QUEUED, copies=1)
         op.open_items = 0
         if op.begin.from_peer:
             self.hints.cancel(op.op, op.begin.keys)

@@ -210,6 +210,14 @@ class Admin:
             record = self._coordinator.get(write.key, deadline_ms=deadline.left_ms())
             if record is None or record.value != write.value:
                 raise Unavailable(f"{what}: {UNCERTAIN}")
+            # It is there, but perhaps not yet where it outlasts a reboot (a full data disk): only a commit that is
+            # certain says so.
+            again = self._coordinator.commit(
+                [Compare(write.key, record.revision)], [write], deadline_ms=deadline.left_ms()
+            )
+            if again.status is not CommitStatus.COMMITTED:
+                raise Unavailable(f"{what}: {UNCERTAIN}")
+            record = Record(write.key, write.value, again.revision)
         if record is not None:
             self._learn(record)
 
@@ -230,6 +238,12 @@ class Admin:
         if not others:
             raise ConfigError(
                 f"node {name!r} is the only one that is alive and not draining: nobody could take its shards"
+            )
+        copies = max((namespace.min_copies for namespace in self._policies()), default=1)
+        if len(others) < copies:
+            raise ConfigError(
+                f"{len(others)} node(s) would be left to hold shards, but a namespace asks for min_copies {copies}: "
+                "lower it, or start another node first"
             )
         if drains.get(name) != node.incarnation:
             # For this life only: compared with the live record, so that a restart in between is not drained.
@@ -260,6 +274,10 @@ class Admin:
         if not name:
             return {"nodes": [self._shards_of(node) for node in draining]}
         return self._shards_of(name)
+
+    def _policies(self) -> list[Namespace]:
+        with self._runtime.lock:
+            return list(self._runtime.core.state.view.policies.values())
 
     def _live(self, deadline: _Deadline) -> dict[str, tuple[Record, LiveRecord]]:
         listing = self._coordinator.list(LIVE_PREFIX, deadline_ms=deadline.left_ms())

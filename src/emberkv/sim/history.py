@@ -25,8 +25,8 @@ NEVER: Final = math.inf
 """The time of what has not happened."""
 CONTENT_BYTES_MIN: Final = 24
 """Room for the number and one digest."""
-FINISHED: Final = (PutStatus.STORED, PutStatus.ACCEPTED)
-"""A put that ended so is over for its writer; QUEUED and UNKNOWN may still take effect."""
+FINISHED: Final = (PutStatus.STORED, PutStatus.ACCEPTED, PutStatus.QUEUED)
+"""A put that ended so is over for its writer, and only fills from then on; UNKNOWN may still take effect."""
 
 
 def content(key: bytes, number: int, length: int) -> bytes:
