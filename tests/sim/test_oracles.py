@@ -189,10 +189,18 @@ def test_a_put_that_was_over_does_not_come_back_under_a_higher_version(served: S
 
 
 def test_a_put_that_was_not_over_may_come_later(served: Stage) -> None:
+    adrift = served.put(status=PutStatus.UNKNOWN)
+    new = served.put(version=V1)
+    served.get(new, V1, token="t")
+    served.get(adrift, V2, token="t", floor=V1)
+
+
+def test_a_queued_put_is_over_and_must_not_come_later(served: Stage) -> None:
     queued = served.put(status=PutStatus.QUEUED)
     new = served.put(version=V1)
     served.get(new, V1, token="t")
-    served.get(queued, V2, token="t", floor=V1)
+    with refused("Session"):
+        served.get(queued, V2, token="t", floor=V1)
 
 
 def test_a_put_may_come_back_if_the_later_one_was_lost_with_its_primary(served: Stage) -> None:

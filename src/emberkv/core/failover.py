@@ -88,6 +88,8 @@ class Failover:
         """Shards named by a commit in flight."""
         self._vacant_since: dict[int, int] = {}
         self._reconciled_ns = 0
+        self._set_aside: set[int] = set()
+        """Shards that may have to move, once the nodes are steady and fewer are on their way."""
         self._moving: set[int] = set()
         """Shards of ours on their way to better placed nodes."""
         self._nodes: tuple[tuple[str, bool], ...] = ()
@@ -111,13 +113,14 @@ class Failover:
         self.take(now_ns)
         self.handover.on_tick(now_ns)
         self._give_up_alone(now_ns)
-        if self.state.review and now_ns - self._reconciled_ns > settings.heartbeat_ns // RECONCILES_PER_HEARTBEAT:
+        if (
+            self.state.review or self._set_aside
+        ) and now_ns - self._reconciled_ns > settings.heartbeat_ns // RECONCILES_PER_HEARTBEAT:
             self._reconciled_ns = now_ns
             self.reconcile()
 
     def _note_alone(self, now_ns: int) -> None:
-        others = any(name != self.state.settings.name for name in self.state.view.live_nodes())
-        if self.state.peers_up or not others:
+        if self.state.peers_up or not self.state.view.peer_addresses():
             self._alone_since_ns = 0
             self._gave_up.clear()
         elif not self._alone_since_ns:
@@ -170,6 +173,8 @@ class Failover:
     def take(self, now_ns: int) -> None:
         """Takes the vacant shards whose turn it is; called on ticks and when records change."""
         settings, view = self.state.settings, self.state.view
+        if not view.vacant and not self._vacant_since:
+            return
         due: list[int] = []
         for shard in [shard for shard in self._vacant_since if shard not in view.vacant]:
             del self._vacant_since[shard]
@@ -222,6 +227,11 @@ class Failover:
         view, factor = self.state.view, self.state.settings.factor
         steady = self._is_steady()
         self._moving = {shard for shard in self._moving if view.primary_epoch[shard]}
+        if steady:
+            # Those on their way go on; others begin when fewer are.
+            ready = self._set_aside & self._moving if len(self._moving) >= MOVES_MAX else set(self._set_aside)
+            self.state.review |= ready
+            self._set_aside -= ready
         due: list[tuple[int, ShardOwner]] = []
         for shard in sorted(self.state.review):
             owner = view.owners[shard]
@@ -242,7 +252,10 @@ class Failover:
             elif moves and (target := rebalance.successor(view, shard, factor, caught_up)) is not None:
                 self.handover.begin(shard, target)
                 self._moving.add(shard)
-            elif moves:
+            elif not moves:
+                self.state.review.discard(shard)
+                self._set_aside.add(shard)
+            else:
                 # Nothing to do before a comparison ends, the record moves or a node comes or goes: each brings the
                 # shard back here.
                 self.state.review.discard(shard)

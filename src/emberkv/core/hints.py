@@ -359,8 +359,12 @@ class Hints:
     def on_tick(self, now_ns: int) -> None:
         """A primary that does not answer for a whole lease is treated like a lost connection."""
         self._resting.clear()
-        self._useless = {pair: until for pair, until in self._useless.items() if until > now_ns}
-        self._drop_aged(now_ns - self.state.settings.hint_age_max_ns)
+        if self._useless:
+            self._useless = {pair: until for pair, until in self._useless.items() if until > now_ns}
+        if self.queue:
+            self._drop_aged(now_ns - self.state.settings.hint_age_max_ns)
+        if not self.forwards:
+            return
         limit_ns = self.state.settings.ttl_ns
         for request in [number for number, f in self.forwards.items() if now_ns - f.sent_ns > limit_ns]:
             forward = self._take_forward(request)

@@ -8,6 +8,7 @@ be missed. A record that cannot be decoded is left out and named; it never stops
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 import msgspec
 
@@ -25,7 +26,8 @@ PREFIXES = (HEARTBEAT_PREFIX, LIVE_PREFIX, OWNER_PREFIX, DRAIN_PREFIX, NAMESPACE
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_live = msgspec.msgpack.Decoder(LiveRecord).decode
-_decode_owner = msgspec.msgpack.Decoder(ShardOwner).decode
+_decode_owner = lru_cache(SHARDS * 4)(msgspec.msgpack.Decoder(ShardOwner).decode)
+"""Remembered, since a full listing brings mostly what is known, and in the simulator all nodes read the same bytes."""
 _decode_heartbeat = msgspec.msgpack.Decoder(HeartbeatRecord).decode
 _decode_drain = msgspec.msgpack.Decoder(DrainRecord).decode
 _decode_namespace = msgspec.msgpack.Decoder(Namespace).decode
