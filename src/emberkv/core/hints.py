@@ -311,8 +311,9 @@ class Hints:
         if outcome.status is PutStatus.STORED:
             self._keep_near_copy(hint, outcome.version)
             later = self.queue.get(hint.entry.key)
-            if later is not None:
-                # The next put of this key through this node knows what it follows.
+            if later is not None and not hint.sent_fresh:
+                # The next put of this key through this node knows what it follows. Not where the one before it may have
+                # been stamped over something unknown: what came between may be younger than the next one.
                 later.item.seen = max(later.item.seen, outcome.version)
         else:
             self.state.counters["hints_lost"] += outcome.status is not PutStatus.SUPERSEDED

@@ -204,7 +204,7 @@ class Put:
             self.state.counters["conflicts"] += 1
             return PutOutcome(PutStatus.SUPERSEDED, current.version), None
         evicted = directory.evicted.get(key) if current is None else None
-        replay = not fresh and not delete and evicted is not None and evicted.version > item.seen
+        replay = not fresh and evicted is not None and evicted.version > item.seen
         if replay and evicted is not None and evicted.checksum != checksum:
             # What came after this put was given up for room; only the very same bytes may come back by a replay.
             if slot is not None:

@@ -190,6 +190,7 @@ LEASES = (
             swap(Runtime, "_gated", _ungated),
         ),
         world("pause", "clog", "clog", "away", count=8),
+        seeds_max=200,  # many things have to meet within the time of one answer
     ),
     Mutation(
         "date the lease from the answer to the renewal",
@@ -373,6 +374,7 @@ MEMORY = (
         "P5",
         swap(Directory, "ghosts", _nothing),
         world("crash", "cut", "pause", "isolate", count=6, arena_slots=24, keys=40),
+        seeds_max=200,
     ),
     Mutation(
         "fetch back what was evicted",

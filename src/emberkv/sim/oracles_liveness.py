@@ -78,8 +78,10 @@ class Agreement(Oracle):
             self._same(key)
 
     def _left_for_room(self, key: bytes, version: Version) -> bool:
-        """Has any node given up this version for room?"""
+        """May any node have given up this version for room? One that was read back later has forgotten that it was."""
         live = [process for process in self.cluster.processes.values() if process.alive]
+        if any(process.core.state.directory.evictions for process in live):
+            return True
         return any(process.core.state.directory.evicted_version(key) >= version for process in live)
 
     def _same(self, key: bytes) -> None:
