@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import pytest
 
-from emberkv.cli.sim import fresh_seeds, run_all
+from emberkv.cli.sim import MUTATION_SEEDS_MAX, fresh_seeds, run_all
+from emberkv.sim.mutations import run_mutations
 
 FIXED = 300
 FRESH = 200
 JOBS = 2
-FOUND_SOMETHING = (340, 356, 369, 422, 498, 524, 706, 746, 1000, 1068, 1110, 1180, 1263)
+FOUND_SOMETHING = (316, 340, 356, 369, 422, 498, 524, 706, 746, 862, 1000, 1068, 1099, 1110, 1180, 1263)
 
 
 def broken(seeds: list[int]) -> list[str]:
@@ -37,3 +38,12 @@ def test_fresh_seeds_find_nothing(capsys):
     with capsys.disabled():
         print(f"\nfresh seeds: {' '.join(map(str, seeds))}")
     assert broken(seeds) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_mutation_is_found():
+    report = run_mutations(MUTATION_SEEDS_MAX, JOBS, lambda text: None)
+    assert [each["name"] for each in report["each"] if not each["caught"]] == []
+    assert report["mutations"] >= 30
+    assert report["median_seeds"] <= 50
