@@ -44,7 +44,7 @@ def drain(
 def _wait(client: Client, node: str, document: dict[str, Any], timeout_s: float, deadline_ms: int) -> dict[str, Any]:
     """Looks until nothing is left; each step forward is a line of progress."""
     end_s = time.monotonic() + timeout_s
-    told = ""
+    told, seen = "", bool(document["draining"])
     while not document["drained"]:
         if describe(document) != told:
             told = describe(document)
@@ -60,6 +60,9 @@ def _wait(client: Client, node: str, document: dict[str, Any], timeout_s: float,
             # The node that was asked may be the one that is drained and stopped; the next look asks another one.
             notes().print(f"look again: {error}", soft_wrap=True, markup=False)
             continue
+        seen = seen or document["draining"]
+        if document["live"] and seen and not document["draining"]:
+            raise Unavailable(f"the drain of {node} was taken back (--undo), or the node has restarted: drain it again")
         if not document["live"]:
             raise Unavailable(f"node {node} is not alive any more: its shards are taken over as after a loss")
     return document
