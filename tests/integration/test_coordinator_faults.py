@@ -344,7 +344,7 @@ def test_strong_records_survive_the_loss_of_the_control_store(store: SqliteStore
     assert first.status is CommitStatus.COMMITTED
     assert strong.put_if("quota/a", b"2", 0, deadline_ms=DEADLINE_MS).status is CommitStatus.REFUSED
     with pytest.raises(ValueError, match="over the limit"):
-        strong.put_if("quota/a", b"x" * ((512 << 10) + 1), 0, deadline_ms=DEADLINE_MS)
+        strong.put_if("quota/a", b"x" * (sqlite.STRONG_VALUE_BYTES_MAX + 1), 0, deadline_ms=DEADLINE_MS)
     strong.close()
     with pytest.raises(CoordinatorError):
         strong.get("quota/a", deadline_ms=DEADLINE_MS)
