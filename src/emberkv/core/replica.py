@@ -67,6 +67,9 @@ class Replica:
         """Takes one event in; returns what has to be done, in order."""
         state = self.state
         state.now_ns = event.now_ns
+        if state.wall_tick_ms:
+            # A node that has just been woken may be asked before its next tick tells it how late it is.
+            state.wall_ms = state.wall_tick_ms + (event.now_ns - state.wall_tick_ns) // 1_000_000
         self._handlers[type(event)](event)
         self.put.stream.flush()
         effects, state.out = state.out, []
@@ -83,7 +86,9 @@ class Replica:
 
     def _on_tick(self, event: ev.Tick) -> None:
         state = self.state
-        state.wall_ms = event.wall_ms or state.wall_ms
+        if event.wall_ms:
+            state.wall_ms = state.wall_tick_ms = event.wall_ms
+            state.wall_tick_ns = event.now_ns
         state.directory.now_ns = event.now_ns
         state.directory.forget_tombstones(event.now_ns - state.settings.tombstone_retention_ns)
         self._sweep()

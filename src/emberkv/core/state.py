@@ -85,7 +85,8 @@ class State:
         self.lease_open: Callable[[], bool] = lambda: False
         """Is this node's lease open now? Set by the lease."""
         self.wall_ms = 0
-        """Wall clock of the last tick; for the expiry of blocks and nothing else."""
+        """Wall clock: that of the last tick and what has passed since. For the expiry of blocks and nothing else."""
+        self.wall_tick_ms = self.wall_tick_ns = 0
         self._puts: OrderedDict[bytes, None] = OrderedDict()
         self.peers_up: set[str] = set()
         self.review: set[int] = set()
