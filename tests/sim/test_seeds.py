@@ -14,7 +14,30 @@ from emberkv.sim.mutations import run_mutations
 FIXED = 300
 FRESH = 200
 JOBS = 2
-FOUND_SOMETHING = (316, 340, 356, 369, 422, 498, 524, 706, 746, 862, 1000, 1068, 1099, 1110, 1180, 1263)
+FOUND_SOMETHING = (
+    316,
+    340,
+    356,
+    369,
+    387,
+    422,
+    498,
+    524,
+    706,
+    746,
+    862,
+    1000,
+    1068,
+    1099,
+    1110,
+    1170,
+    1180,
+    1249,
+    1263,
+    1343,
+    1672,
+    1970,
+)
 
 
 def broken(seeds: list[int]) -> list[str]:

@@ -148,6 +148,8 @@ class Failover:
         healthy_since = self.lease.healthy_since_ns
         if healthy_since is None or now_ns - healthy_since < settings.grace_ns:
             return
+        if now_ns - self.lease.renewed_ns > settings.heartbeat_ns + settings.margin_ns:
+            return  # our own renewal is overdue: the others' may hang where ours does
         patience_ns = int(settings.ttl_ns * (1 + settings.drift))
         for name in view.live_nodes():
             beat = view.heartbeats.get(name)

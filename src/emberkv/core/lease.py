@@ -61,6 +61,8 @@ class Lease:
         self.deadline_ns = 0
         self.live_revision = 0
         """Mod revision of our own live record: what every guarded commit of ours compares."""
+        self.renewed_ns = 0
+        """When our last commit that succeeded was known to."""
         self.healthy_since_ns: int | None = None
         """Since when our commits have been succeeding without a failure between."""
         self.liveness_epoch = 0
@@ -182,12 +184,14 @@ class Lease:
         self.state.out.append(Commit(self._in_flight, compares, writes))
 
     def on_committed(self, event: Committed) -> bool:
-        """Takes the outcome of our own commit; False when it is not ours."""
+        """Takes the outcome of our own commit; False when it is not ours. Whose commit it ever was: one without an
+        outcome means that the coordinator may be out, for the others too."""
+        if event.status is CommitStatus.UNKNOWN:
+            self.healthy_since_ns = None
         if event.op != self._in_flight:
             return False
         self._in_flight = 0
         if event.status is CommitStatus.UNKNOWN:
-            self.healthy_since_ns = None
             self._read_back()
         elif event.status is CommitStatus.REFUSED:
             self._refused()
@@ -230,8 +234,10 @@ class Lease:
             self._become_member(event.revision)
         if self.phase is not Phase.MEMBER:
             return
+        self.renewed_ns = event.now_ns
         self.deadline_ns = event.sent_ns + int(settings.ttl_ns * (1 - settings.drift)) - settings.margin_ns
-        if self.healthy_since_ns is None or event.now_ns - event.sent_ns > settings.heartbeat_ns:
+        # Counted from when it was asked for: it may have waited behind other commits of ours that hung.
+        if self.healthy_since_ns is None or event.now_ns - self._sent_ns > settings.heartbeat_ns:
             # A commit that took this long was an outage for the others too: they need time to beat again.
             self.healthy_since_ns = event.now_ns
         self.state.counters["renewals"] += 1

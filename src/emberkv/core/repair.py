@@ -110,6 +110,8 @@ class Repair:
         self.lanes: dict[tuple[str, int], CatchUp] = {}
         self.complete: dict[int, set[str]] = {}
         """Peers that hold all that this primary holds, per shard: nothing sent to them since was lost."""
+        self._to_adopt: dict[str, list[CatchUp]] = {}
+        """Comparisons whose last question leaves at the end of this step: many shards in one message."""
         self._resting: set[tuple[str, int]] = set()
         """Comparisons that failed since the last tick: a peer that refuses is asked once a tick, not in a loop."""
         self._questions: dict[int, tuple[str, list[int], int]] = {}
@@ -193,6 +195,17 @@ class Repair:
             for first in range(0, len(chosen), PROBES_PER_MESSAGE_MAX):
                 lanes = [self.lanes[(peer, shard)] for shard in chosen[first : first + PROBES_PER_MESSAGE_MAX]]
                 self._ask(peer, [self._item(lane, adopt=False) for lane in lanes])
+
+    def flush(self) -> None:
+        """Ends a step: what became ready to be adopted is told."""
+        if not self._to_adopt:
+            return
+        ready, self._to_adopt = self._to_adopt, {}
+        for peer, lanes in ready.items():
+            alive = [lane for lane in lanes if self.lanes.get((peer, lane.shard)) is lane]
+            for first in range(0, len(alive), PROBES_PER_MESSAGE_MAX):
+                piece = alive[first : first + PROBES_PER_MESSAGE_MAX]
+                self._ask(peer, [self._item(lane, adopt=True) for lane in piece])
 
     def _item(self, lane: CatchUp, *, adopt: bool) -> VectorItem:
         epoch, floor = self.state.view.primary_epoch[lane.shard], self.state.directory.floors[lane.shard]
@@ -324,7 +337,7 @@ class Repair:
             self._fill(peer, lane, ghosts)
         else:
             lane.move("all answered")
-            self._ask(peer, [self._item(lane, adopt=True)])
+            self._to_adopt.setdefault(peer, []).append(lane)
 
     def _complete(self, peer: str, lane: CatchUp, theirs: list[Span]) -> None:
         """Both have processed the same. What the replica had more of was handed in before it answered, so its vector

@@ -71,6 +71,7 @@ class Replica:
             # A node that has just been woken may be asked before its next tick tells it how late it is.
             state.wall_ms = state.wall_tick_ms + (event.now_ns - state.wall_tick_ns) // 1_000_000
         self._handlers[type(event)](event)
+        self.put.repair.flush()
         self.put.stream.flush()
         effects, state.out = state.out, []
         return effects
