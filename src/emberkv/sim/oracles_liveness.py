@@ -84,9 +84,13 @@ class Agreement(Oracle):
             return True
         return any(process.core.state.directory.evicted_version(key) >= version for process in live)
 
+    def _expired(self, name: str, entry: Any) -> bool:
+        """Is it over, and only not swept yet?"""
+        return bool(0 < entry.expiry_ms <= self.cluster.processes[name].core.state.wall_ms)
+
     def _same(self, key: bytes) -> None:
         entries = self.evidence.entries(key)
-        held = {name: entry for name, entry in entries.items() if entry is not None}
+        held = {name: entry for name, entry in entries.items() if entry is not None and not self._expired(name, entry)}
         stamps = {(entry.version, int(entry.state), entry.checksum) for entry in held.values()}
         if len(stamps) > 1:
             told = {name: (tuple(entry.version), entry.state.name) for name, entry in held.items()}
