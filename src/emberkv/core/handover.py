@@ -21,11 +21,11 @@ from emberkv.core import rebalance
 from emberkv.core.effects import Commit
 from emberkv.core.events import Committed
 from emberkv.core.lease import Lease
+from emberkv.core.machine import moved
 from emberkv.core.repair import Repair
 from emberkv.core.state import State
 from emberkv.core.stream import Stream
 from emberkv.core.view import LIVE_PREFIX, encode_record, owner_key
-from emberkv.errors import InvariantViolation
 from emberkv.messages import ShardOwner
 from emberkv.ports import CommitStatus, Compare, Write
 
@@ -65,10 +65,7 @@ class Leaving(msgspec.Struct):
 
     def move(self, what: str) -> None:
         """Takes one of the listed transitions."""
-        following = TRANSITIONS.get((self.phase, what))
-        if following is None:
-            raise InvariantViolation(f"a hand-over that is {self.phase.value} cannot take {what!r}")
-        self.phase = following
+        self.phase = moved(TRANSITIONS, self.phase, what, "a hand-over")
 
 
 class Handover:

@@ -17,9 +17,9 @@ from enum import Enum
 
 from emberkv.core.effects import Commit
 from emberkv.core.events import Committed
+from emberkv.core.machine import moved
 from emberkv.core.state import State
 from emberkv.core.view import HEARTBEAT_PREFIX, LIVE_PREFIX, encode_record
-from emberkv.errors import InvariantViolation
 from emberkv.messages import HeartbeatRecord, LiveRecord
 from emberkv.ports import CommitStatus, Compare, Write
 from emberkv.types import EPOCH_GENERATION_SHIFT
@@ -77,10 +77,7 @@ class Lease:
         """A stranger's record under our name whose heartbeat stood still for a whole lease."""
 
     def _move(self, what: str) -> None:
-        following = TRANSITIONS.get((self.phase, what))
-        if following is None:
-            raise InvariantViolation(f"an incarnation that is {self.phase.value} cannot take {what!r}")
-        self.phase = following
+        self.phase = moved(TRANSITIONS, self.phase, what, "an incarnation")
 
     def open(self, now_ns: int) -> bool:
         """May this node act as primary of the shards that its records name, at this moment?"""

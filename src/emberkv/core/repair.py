@@ -25,10 +25,10 @@ from enum import Enum
 import msgspec
 
 from emberkv.core.directory import Entry
+from emberkv.core.machine import moved
 from emberkv.core.merge import AppliedVector
 from emberkv.core.state import ANSWER_OVERDUE_LEASES, State
 from emberkv.core.stream import Stream, Why
-from emberkv.errors import InvariantViolation
 from emberkv.messages import (
     SPANS_MAX,
     Offer,
@@ -91,10 +91,7 @@ class CatchUp(msgspec.Struct):
 
     def move(self, what: str) -> None:
         """Takes one of the listed transitions."""
-        following = TRANSITIONS.get((self.phase, what))
-        if following is None:
-            raise InvariantViolation(f"a comparison that is {self.phase.value} cannot take {what!r}")
-        self.phase = following
+        self.phase = moved(TRANSITIONS, self.phase, what, "a comparison")
 
 
 class Repair:
