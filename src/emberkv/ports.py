@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from emberkv.messages import Message
+from emberkv.types import MissReason, Version
 
 COMMIT_OPERATIONS_MAX = 128
 """Compares and puts are bounded each by this, which is etcd's default `--max-txn-ops`."""
@@ -165,6 +166,60 @@ class Tier(Protocol):
     def slabs(self, length: int, cold: Iterable[Slot]) -> Iterator[Iterator[Slot]]:
         """Groups of slots to release together, each making room for `length` bytes of a class that has none; first that
         in which least is lost. `cold`, the coldest first: slots whose bytes would leave soon anyway."""
+        ...
+
+
+class Found(msgspec.Struct, frozen=True, gc=False):
+    """A block on this node's own disk. `place` means something to the store that found it and to nobody else."""
+
+    version: Version
+    length: int
+    checksum: bytes
+    expiry_ms: int
+    depth: int
+    place: Any
+
+
+class Saved(msgspec.Struct, gc=False):
+    """A block on its way to disk, with one reference of its slot; `slot` None: the key was deleted at `version`."""
+
+    key: bytes
+    version: Version
+    slot: Slot | None
+    checksum: bytes
+    prev: Version
+    put_id: bytes
+    depth: int
+    parts: int
+    expiry_ms: int
+
+
+class BlockStore(Protocol):
+    """Blocks on this node's own disks. Any thread may call it; no error of a disk ever comes out of it."""
+
+    def find(self, keys: Sequence[bytes]) -> list[Found | None]:
+        """What is here of each key, from the index alone. Nothing while the store is off."""
+        ...
+
+    def load(
+        self, keys: Sequence[bytes], found: Sequence[Found], slots: Sequence[Slot], deadline_ns: int,
+        on_late: Callable[[Slot], None],
+    ) -> list[MissReason]:  # fmt: skip
+        """Reads blocks into slots and checks their bytes; NONE where that worked, DEADLINE where it did not end in
+        time: such a slot is the store's until it calls `on_late` with it, once, from any thread."""
+        ...
+
+    def save(self, blocks: Sequence[Saved]) -> None:
+        """Takes blocks for writing behind; never blocks. The references come back through the `release` that the store
+        was made with, when a block is durable or was given up."""
+        ...
+
+    def usage(self) -> tuple[int, int]:
+        """(bytes on disk, bytes configured)."""
+        ...
+
+    def close(self) -> None:
+        """Writes what is waiting, within a bound, and releases the disks."""
         ...
 
 

@@ -143,6 +143,8 @@ class Directory:
         self.tombstones_dropped = 0
         self._tombstones: OrderedDict[bytes, int] = OrderedDict()
         """Key -> when it came in, on this node's clock; the oldest first."""
+        self.installed: list[Entry] | None = None
+        """Where there is a disk: what was installed since the core last looked."""
         self.now_ns = 0
         """Set by the core at each tick; tombstones are dated by it."""
         self.entry_bytes = 0
@@ -195,6 +197,8 @@ class Directory:
             if old.slot is not None:
                 self.unref(old.slot)
         table[entry.key] = entry
+        if self.installed is not None:
+            self.installed.append(entry)
         if entry.slot is None:
             self.residency.discard(entry.key)
             self._tombstones[entry.key] = self.now_ns

@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from emberkv.messages import BlockInfo, Message, OfferReply, ReplicateReply, VectorReply
-from emberkv.ports import Compare, Slot, Write
+from emberkv.ports import Compare, Saved, Slot, Write
 from emberkv.types import PutOutcome, Version
 
 
@@ -43,6 +43,27 @@ class Fetch(Effect):
     """Ask the peer to look elsewhere too: we reach nobody better."""
 
 
+class Load(Effect):
+    """Read blocks from this node's own disk; the outcome comes back as event Loaded."""
+
+    op: int
+    indices: list[int]
+    keys: list[bytes]
+    floors: list[Version]
+    """One per key: what is older is not wanted."""
+    deadline_ns: int
+    wall_ms: int
+    """What expires until then is not wanted."""
+    if_newer: bool = False
+    """As in Fetch."""
+
+
+class Persist(Effect):
+    """Write these blocks behind, on this node's own disk."""
+
+    blocks: list[Saved]
+
+
 class Verify(Effect):
     """Compute checksums of these slots and compare; the outcome comes back as event Verified."""
 
@@ -72,6 +93,9 @@ class ExistsDone(Effect):
     op: int
     reasons: list[int]
     ask: dict[str, list[int]]
+    on_disk: dict[int, Version] = {}
+    """Which indices this node's own disk may hold, and from which version on that counts."""
+    wall_ms: int = 0
 
 
 class Fill(Effect):

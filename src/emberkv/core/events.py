@@ -72,6 +72,18 @@ class Fetched(Event):
     elapsed_ns: int
 
 
+class Loaded(Event):
+    """Effect Load ended. `slots[i]` holds verified bytes exactly when infos[i] is a hit; `expiry_ms[i]` and `depth[i]`
+    are those of the block."""
+
+    op: int
+    indices: list[int]
+    infos: list[BlockInfo]
+    slots: list[Slot | None]
+    expiry_ms: list[int]
+    depth: list[int]
+
+
 class Reserve(Event):
     """Runtime needs room for bytes that a peer is about to send for a Fetch; answered by effect Reserved."""
 

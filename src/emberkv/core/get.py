@@ -4,7 +4,7 @@
     Get ----> LOCAL -------> (Verify) ---------------------> GetDone
                 |  missing            bad copy dropped |
                 v                                      v
-             FETCHING <--------------------------- next source
+              (Load from this node's own disk) ---> FETCHING <--- next source
                 |  answered, all sources asked, or deadline
                 v
              (Verify of what was here before) --> GetDone
@@ -24,9 +24,10 @@ from collections.abc import Callable
 import msgspec
 
 from emberkv.core.directory import Entry, make_entry
-from emberkv.core.effects import ExistsDone, Fetch, GetDone, Reserved, Verify
-from emberkv.core.events import Exists, Fetched, Get, Reserve, Verified
+from emberkv.core.effects import ExistsDone, Fetch, GetDone, Load, Reserved, Verify
+from emberkv.core.events import Exists, Fetched, Get, Loaded, Reserve, Verified
 from emberkv.core.hints import Hints
+from emberkv.core.nvme import OwnDisk
 from emberkv.core.sources import Sources
 from emberkv.core.state import OPS_MAX, State
 from emberkv.core.stream import Stream
@@ -45,6 +46,7 @@ _NOBODY = BlockInfo(int(MissReason.UNREACHABLE))
 _MISSES = {int(reason): f"miss_{reason.name.lower()}" for reason in MissReason}
 _HIT = int(MissReason.NONE)
 _FAILED = (MissReason.DEADLINE, MissReason.UNREACHABLE, MissReason.FENCED)
+_MAY_BE_ON_DISK = (MissReason.ABSENT, MissReason.EVICTED, MissReason.CHECKSUM)
 _UNSURE = (MissReason.ABSENT, MissReason.PENDING, MissReason.BEHIND)
 
 
@@ -66,6 +68,8 @@ class GetOp(msgspec.Struct, gc=False):
     """Keys whose doubtful copy was vouched for; its bytes are still to be verified."""
     fetching: int = 0
     to_verify: bool = False
+    loaded: bool = False
+    """This node's own disk was asked."""
     relayed: bool = False
     """One other node was asked to look where this one does not reach."""
 
@@ -89,6 +93,7 @@ class Reads:
         self.hints = hints
         self.stream = stream
         self.ask_to_compare = ask_to_compare
+        self.disk = OwnDisk(state, stream, ask_to_compare)
         self.ops: dict[int, GetOp] = {}
         self.sources = Sources(state)
 
@@ -225,6 +230,8 @@ class Reads:
         if self.state.now_ns >= op.begin.deadline_ns:
             self._end_late(op)
             return
+        if self.disk.is_on and not op.loaded and self._load(op):
+            return
         groups: dict[tuple[str, bool, bool], list[int]] = {}
         more_sources = False
         if not op.begin.local_only and len(self.ops) <= OPS_MAX:
@@ -249,6 +256,48 @@ class Reads:
                 return
             del self.ops[op.op]
             self._done(op.op, op.infos, op.slots)
+
+    def _load(self, op: GetOp) -> bool:
+        """Asks this node's own disk, once. A session read believes it only where this node speaks for the key."""
+        op.loaded = True
+        begin = op.begin
+        indices = [
+            index
+            for index, info in enumerate(op.infos)
+            if op.slots[index] is None
+            and info.reason in _MAY_BE_ON_DISK
+            and (index in op.answered or not (begin.session or begin.floors))
+        ]
+        if not indices:
+            return False
+        keys = [begin.keys[index] for index in indices]
+        floors = [self.disk.floor(key) for key in keys]
+        if begin.floors:
+            floors = [max(floor, begin.floors[index]) for floor, index in zip(floors, indices, strict=True)]
+        op.fetching += 1
+        wall_ms, if_newer = self.state.wall_ms, begin.if_newer
+        self.state.out.append(Load(op.op, indices, keys, floors, begin.deadline_ns, wall_ms, if_newer))
+        return True
+
+    def on_loaded(self, event: Loaded) -> None:
+        """Takes what the disk had; others are asked for the rest."""
+        op = self.ops.get(event.op)
+        for position, index in enumerate(event.indices):
+            info, slot = event.infos[position], event.slots[position]
+            if op is None or op.slots[index] is not None:
+                if slot is not None:
+                    self.state.directory.unref(slot)
+            elif slot is not None:
+                key, expiry_ms, depth = op.begin.keys[index], event.expiry_ms[position], event.depth[position]
+                op.infos[index] = info = self.disk.take(key, info, slot, expiry_ms, depth)
+                op.slots[index] = slot if info.reason == _HIT else None
+            elif info.reason in (MissReason.CURRENT, MissReason.CHECKSUM):
+                op.infos[index] = info
+        if op is None:
+            return
+        op.fetching -= 1
+        if op.fetching == 0:
+            self._fetch(op)
 
     def _ask(
         self,
@@ -479,6 +528,7 @@ class Reads:
         """Presence here, without touching the eviction order, and whom to ask about the rest."""
         reasons: list[int] = []
         ask: dict[str, list[int]] = {}
+        on_disk: dict[int, Version] = {}
         wall_ms = self.state.wall_ms
         for index, key in enumerate(event.keys):
             entry = self.state.directory.get(key)
@@ -489,7 +539,9 @@ class Reads:
                 reasons.append(entry.info.reason)
                 continue
             reasons.append(self._why_absent(key).reason)
+            if self.disk.is_on and reasons[-1] in _MAY_BE_ON_DISK:
+                on_disk[index] = self.disk.floor(key)
             sources = self.sources.of(key, (), session=False)
             if sources:
                 ask.setdefault(sources[0], []).append(index)
-        self.state.out.append(ExistsDone(event.op, reasons, ask))
+        self.state.out.append(ExistsDone(event.op, reasons, ask, on_disk, wall_ms))

@@ -110,10 +110,17 @@ class Learner:
             return VectorAnswer(int(VectorStatus.BUSY))
         self.known.add(shard)
         self.stream.mark_all_applied(shard, item.spans)
+        self._doubt_disk(shard, item.floor)
         self.state.directory.raise_floor(shard, item.floor)
         if self._handing_in.get(shard):
             return VectorAnswer(int(VectorStatus.BUSY))
         return VectorAnswer(int(VectorStatus.SPANS), 0, self.stream.vector(shard).spans())
+
+    def _doubt_disk(self, shard: int, floor: Version) -> None:
+        """This replica caught up by heads: deletes that the primary has forgotten may have passed it by."""
+        state = self.state
+        if floor > max(state.directory.floors[shard], state.remembered_floors[shard], state.disk_floors[shard]):
+            state.disk_floors[shard] = floor
 
     def ask_to_compare(self, shard: int) -> None:
         """Read repair: a session knows a newer version than this replica holds, so something was missed."""

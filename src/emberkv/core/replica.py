@@ -42,6 +42,7 @@ class Replica:
             ev.Get: self.reads.on_get,
             ev.Verified: self.reads.on_verified,
             ev.Fetched: self.reads.on_fetched,
+            ev.Loaded: self.reads.on_loaded,
             ev.Reserve: self.reads.on_reserve,
             ev.Exists: self.reads.on_exists,
             ev.Unref: self._on_unref,
@@ -73,6 +74,7 @@ class Replica:
         self._handlers[type(event)](event)
         self.put.repair.flush()
         self.put.stream.flush()
+        self.reads.disk.persist()
         effects, state.out = state.out, []
         return effects
 

@@ -16,7 +16,7 @@ from emberkv.core.view import ClusterView
 from emberkv.errors import ConfigError
 from emberkv.messages import Message, NodeAddress
 from emberkv.ports import Slot, Tier
-from emberkv.types import BLOCK_BYTES_MAX, SCOPE_BYTES
+from emberkv.types import BLOCK_BYTES_MAX, NO_VERSION, SCOPE_BYTES, SHARDS, Version
 
 HINTS_MAX = 65536
 """Waiting hints; beyond it the oldest is dropped and counted (P8)."""
@@ -56,6 +56,10 @@ class Settings(msgspec.Struct, frozen=True):
     """How long a delete is remembered; a node that was away for longer drops what it cannot prove to be alive."""
     block_bytes_max: int = BLOCK_BYTES_MAX
     """Longest block that fits into a slab of this node's arena."""
+    nvme: bool = False
+    """This node has a disk for blocks."""
+    nvme_depth_min: int = 0
+    """Blocks nearer to the head of their chain are kept in memory only."""
     previous_incarnation: bytes = b""
     """Read from the locked data directory: proof that the process that wrote it is gone."""
 
@@ -88,6 +92,10 @@ class State:
         """Wall clock: that of the last tick and what has passed since. For the expiry of blocks and nothing else."""
         self.wall_tick_ms = self.wall_tick_ns = 0
         self._puts: OrderedDict[bytes, None] = OrderedDict()
+        self.disk_floors: list[Version] = [NO_VERSION] * SHARDS
+        """Per shard: copies on this node's disk at or below it are not believed: their end may have been missed."""
+        self.remembered_floors: list[Version] = [NO_VERSION] * SHARDS
+        """Floors of the directory as this node's last life left them: deletes up to there are known on its disk."""
         self.peers_up: set[str] = set()
         self.review: set[int] = set()
         """Shards of this node whose owner record may have to change: failover looks at these alone."""

@@ -31,8 +31,8 @@ from emberkv.messages import (
     ReplicateReply,
     VectorReply,
 )
-from emberkv.ports import Clock, Slot, Tier, Transport
-from emberkv.types import MissReason, PutStatus, Version, checksum
+from emberkv.ports import BlockStore, Clock, Found, Slot, Tier, Transport
+from emberkv.types import NO_VERSION, MissReason, PutStatus, Version, checksum
 
 Place = Callable[[Sequence[int]], list[Slot | None]]
 """Makes room for blocks of the given lengths; None where there is none."""
@@ -81,11 +81,14 @@ READ_LOST_S = 10.0
 
 Reply = Callable[[fx.Effect], None]
 """Called once, by any thread, with the effect that ends an operation."""
-Found = tuple[list[BlockInfo], list[Slot | None]]
+Answer = tuple[list[BlockInfo], list[Slot | None]]
 """What a read found: infos and slots per key; each slot carries a reference that the reader owns."""
-Reading = Generator[fx.Verify | list[fx.Fetch] | None, Any, Found]
-"""A read under way. It yields a Verify and is sent the bad indices; or fetches and is sent one FetchOutcome for each,
-when all have ended; or None, and is sent the GetDone that another thread's step has caused or will cause (`ended`)."""
+Reading = Generator[fx.Verify | fx.Load | list[fx.Fetch] | None, Any, Answer]
+"""A read under way. It yields a Verify and is sent the bad indices; or a Load and is sent what came; or fetches and is
+sent one FetchOutcome for each, when all have ended; or None, and is sent the GetDone that another thread's step has
+caused or will cause (`ended`)."""
+Loading = list[tuple[MissReason, Found | None, Slot | None]]
+"""What came of a Load, per key: a slot exactly beside NONE."""
 T = TypeVar("T")
 Filling = Generator[list[Slot | None], list[bytes | None], T]
 """A write under way. It yields at most once: slots to bring bytes into, and is sent their checksums. An exception
@@ -104,6 +107,7 @@ class Runtime:
         fetcher: Fetcher,
         committer: Committer,
         note: Callable[[str, bool], None],
+        disk: BlockStore | None = None,
     ) -> None:
         self.core = core
         self.tier = tier
@@ -112,6 +116,7 @@ class Runtime:
         self.fetcher = fetcher
         self.committer = committer
         self.note = note
+        self.disk = disk
         self.lock = threading.Lock()
         self.now_ns: Callable[[], int] = clock.now_ns
         """CLOCK_BOOTTIME, as events carry it."""
@@ -167,6 +172,9 @@ class Runtime:
                 self._reply(effect.op, effect)  # type: ignore[attr-defined]
             elif isinstance(effect, fx.PutDone):
                 self._reply(effect.op, self._gated(effect))
+            elif kind is fx.Persist:
+                assert self.disk is not None
+                self.disk.save(effect.blocks)  # type: ignore[attr-defined]
             elif isinstance(effect, fx.Commit):
                 self.committer.submit(effect)
             elif isinstance(effect, fx.Note):
@@ -208,7 +216,7 @@ class Runtime:
         floors: Sequence[Version] = (),
         if_newer: bool = False,
         relayed: bool = False,
-    ) -> Found:
+    ) -> Answer:
         """Infos and slots of up to 128 internal keys; each returned slot carries a reference that the caller owns.
         `floors` (one per key, or none), `if_newer` and `relayed` as in event Get."""
         op = self.op()
@@ -257,6 +265,9 @@ class Runtime:
                 if isinstance(effect, fx.Verify):
                     bad: list[int] = yield effect
                     following += self.step(ev.Verified(self.now_ns(), op, bad))
+                elif isinstance(effect, fx.Load):
+                    loaded: Loading = yield effect
+                    following += self._loaded(effect, loaded)
                 elif isinstance(effect, fx.Fetch):
                     fetches.append(effect)
                 else:
@@ -271,20 +282,22 @@ class Runtime:
                 return done.infos, done.slots
             effects = following
 
-    def _drive_read(self, dialogue: Reading, ended: queue.SimpleQueue[fx.Effect]) -> Found:
+    def _drive_read(self, dialogue: Reading, ended: queue.SimpleQueue[fx.Effect]) -> Answer:
         """Does on this thread what a read asks for."""
         try:
             wants = next(dialogue)
             while True:
                 if isinstance(wants, fx.Verify):
                     wants = dialogue.send(self.bad_copies(wants))
+                elif isinstance(wants, fx.Load):
+                    wants = dialogue.send(self.load(wants))
                 elif wants is None:
                     wants = dialogue.send(ended.get(timeout=READ_LOST_S))
                 else:
                     wants = dialogue.send(self._fetch_all(wants))
         except StopIteration as end:
-            found: Found = end.value
-            return found
+            answer: Answer = end.value
+            return answer
 
     def bad_copies(self, verify: fx.Verify) -> list[int]:
         """Indices of the blocks whose bytes are not what their checksums say."""
@@ -294,6 +307,47 @@ class Runtime:
             for index, slot, expected in zip(verify.indices, verify.slots, verify.checksums, strict=True)
             if checksum(view(slot)) != expected
         ]
+
+    def load(self, load: fx.Load) -> Loading:
+        """Reads from this node's own disk what is there and wanted."""
+        assert self.disk is not None
+        outcome: Loading = []
+        wanted: list[int] = []
+        for index, found in enumerate(self.disk.find(load.keys)):
+            reason = judge(found, load.floors[index], load.wall_ms, if_newer=load.if_newer)
+            outcome.append((reason, found, None))
+            if reason is MissReason.NONE:
+                wanted.append(index)
+        if not wanted:
+            return outcome
+        slots = self.place([_length(outcome[index]) for index in wanted])
+        jobs = [(index, slot) for index, slot in zip(wanted, slots, strict=True) if slot is not None]
+        for index in set(wanted) - {index for index, _ in jobs}:
+            outcome[index] = (MissReason.EVICTED, outcome[index][1], None)  # no room to read it into
+        keys = [load.keys[index] for index, _ in jobs]
+        sought = [found for index, _ in jobs if (found := outcome[index][1]) is not None]
+        reasons = self.disk.load(
+            keys, sought, [slot for _, slot in jobs], load.deadline_ns, lambda slot: self.unref([slot])
+        )
+        spoilt: list[Slot] = []
+        for (index, slot), reason in zip(jobs, reasons, strict=True):
+            hit = reason is MissReason.NONE
+            outcome[index] = (reason, outcome[index][1], slot if hit else None)
+            if not hit and reason is not MissReason.DEADLINE:
+                spoilt.append(slot)
+        self.unref(spoilt)
+        return outcome
+
+    def _loaded(self, load: fx.Load, outcome: Loading) -> list[fx.Effect]:
+        infos: list[BlockInfo] = []
+        for reason, found, slot in outcome:
+            version, digest = (found.version, found.checksum) if found is not None else (NO_VERSION, b"")
+            length, offset = (slot.length, slot.offset) if slot is not None else (0, 0)
+            infos.append(BlockInfo(int(reason), version, length, digest, offset))
+        slots = [slot for _, _, slot in outcome]
+        expiry_ms = [found.expiry_ms if found is not None else 0 for _, found, _ in outcome]
+        depth = [found.depth if found is not None else 0 for _, found, _ in outcome]
+        return self.step(ev.Loaded(self.now_ns(), load.op, load.indices, infos, slots, expiry_ms, depth))
 
     def _fetch_all(self, fetches: list[fx.Fetch]) -> list[FetchOutcome]:
         """All peers are asked at the same time."""
@@ -321,6 +375,11 @@ class Runtime:
         effects = self.step(ev.Exists(self.now_ns(), op, keys))
         done = next(effect for effect in effects if isinstance(effect, fx.ExistsDone))
         self.perform([effect for effect in effects if effect is not done])
+        if self.disk is not None and done.on_disk:
+            indices = list(done.on_disk)
+            for index, found in zip(indices, self.disk.find([keys[index] for index in indices]), strict=True):
+                if judge(found, done.on_disk[index], done.wall_ms) is MissReason.NONE:
+                    done.reasons[index] = int(MissReason.NONE)
         if local_only:
             return done.reasons
         for peer, indices in done.ask.items():
@@ -448,6 +507,22 @@ class Runtime:
         """What clients need to route."""
         with self.lock:
             return self.core.state.view.cluster_map()
+
+
+def judge(found: Found | None, floor: Version, wall_ms: int, *, if_newer: bool = False) -> MissReason:
+    """Is what the disk holds of a key wanted? NONE: yes; CURRENT: the asker has it already."""
+    if found is None:
+        return MissReason.ABSENT
+    if found.version < floor:
+        return MissReason.BEHIND
+    if found.expiry_ms and found.expiry_ms <= wall_ms:
+        return MissReason.ABSENT
+    return MissReason.CURRENT if if_newer and found.version == floor else MissReason.NONE
+
+
+def _length(loading: tuple[MissReason, Found | None, Slot | None]) -> int:
+    found = loading[1]
+    return found.length if found is not None else 0
 
 
 def _drive(dialogue: Filling[T], fill: Callable[[list[Slot | None]], list[bytes | None]]) -> T:

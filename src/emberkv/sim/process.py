@@ -29,7 +29,7 @@ from emberkv.messages import (
     Replicate,
     Vector,
 )
-from emberkv.node.runtime import FetchOutcome, Filling, Found, Reading, Runtime
+from emberkv.node.runtime import Answer, FetchOutcome, Filling, Reading, Runtime
 from emberkv.ports import Slot, Tier
 from emberkv.sim.coordinator import Access
 from emberkv.sim.engine import MS, NodeClock, Violation
@@ -428,8 +428,8 @@ class ReadDrive:
         try:
             wants = self.dialogue.send(result)
         except StopIteration as stop:
-            found: Found = stop.value
-            self.done(*found)
+            answer: Answer = stop.value
+            self.done(*answer)
             return
         process = self.process
         if wants is None:
@@ -440,6 +440,9 @@ class ReadDrive:
         elif isinstance(wants, fx.Verify):
             pause = process.engine.between_ns(0, 0.3)
             process.engine.after(pause, process.run, self.life, None, self._verified, wants)
+        elif isinstance(wants, fx.Load):
+            pause = process.engine.between_ns(0, 3)
+            process.engine.after(pause, process.run, self.life, None, self._loaded, wants)
         else:
             self._outcomes = [None] * len(wants)
             for index, fetch in enumerate(wants):
@@ -447,6 +450,9 @@ class ReadDrive:
 
     def _verified(self, verify: fx.Verify) -> None:
         self._send(self.process.runtime.bad_copies(verify))
+
+    def _loaded(self, load: fx.Load) -> None:
+        self._send(self.process.runtime.load(load))
 
     def _taker(self, index: int) -> Callable[[FetchOutcome], None]:
         def take(outcome: FetchOutcome) -> None:

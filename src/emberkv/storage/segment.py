@@ -39,6 +39,7 @@ BLOCK_MAGIC: Final = b"EMBRBLK\0"
 STORE_ID_BYTES: Final = 16
 DISK_KEY_BYTES: Final = SCOPE_BYTES + KEY_BYTES
 """An internal key: the namespace's scope, then the block key."""
+TOMBSTONE_FLAG: Final = 1
 PARTS_MAX: Final = 1024
 """More KV partitions than any engine has ranks."""
 
@@ -71,6 +72,8 @@ class BlockHeader(NamedTuple):
     length: int
     expiry_ms: int
     checksum: bytes
+    tombstone: bool = False
+    """The key was deleted at this version; there is no payload."""
 
     @property
     def payload_position(self) -> int:
@@ -109,7 +112,7 @@ def pack_block_header(header: BlockHeader) -> bytes:
         _BLOCK.pack(
             BLOCK_MAGIC,
             FORMAT_VERSION,
-            0,
+            TOMBSTONE_FLAG if header.tombstone else 0,
             header.part,
             header.parts,
             header.segment,
@@ -131,15 +134,19 @@ def unpack_block_header(page: bytes | memoryview, segment: int, position: int) -
     raw = _checked(page, _BLOCK.size, BLOCK_MAGIC, "block header")
     (_, version, flags, part, parts, own_segment, own_position, key, epoch, seq, prev_epoch, prev_seq, put_id, depth,
      length, expiry_ms, checksum) = _BLOCK.unpack(raw)  # fmt: skip
-    if version != FORMAT_VERSION or flags:
+    if version != FORMAT_VERSION or flags & ~TOMBSTONE_FLAG:
         raise ProtocolError(f"block header of format {version} with flags {flags:#x}")
     if (own_segment, own_position) != (segment, position):
         raise ProtocolError(f"block header of segment {own_segment} at {own_position} was found elsewhere")
     if length > BLOCK_BYTES_MAX or not 1 <= parts <= PARTS_MAX or part >= parts:
         raise ProtocolError(f"block header names {length} bytes, part {part} of {parts}")
     prev = Version(prev_epoch, prev_seq) if prev_epoch or prev_seq else NO_VERSION
+    tombstone = bool(flags)
+    if tombstone and length:
+        raise ProtocolError(f"block header of a deleted key names {length} bytes")
+    own = Version(epoch, seq)
     return BlockHeader(
-        segment, position, key, part, parts, Version(epoch, seq), prev, put_id, depth, length, expiry_ms, checksum
+        segment, position, key, part, parts, own, prev, put_id, depth, length, expiry_ms, checksum, tombstone
     )
 
 
@@ -148,14 +155,15 @@ def payload_is_right(header: BlockHeader, payload: bytes | memoryview) -> bool:
     return len(payload) == header.length and xxhash.xxh3_128_digest(payload) == header.checksum
 
 
-def scan(read: Callable[[int, int], bytes], segment: int, nbytes: int) -> Iterator[BlockHeader]:
-    """Headers of a segment of `nbytes` bytes, in order, up to the first that is torn, absent or cut off.
+def scan(read: Callable[[int, int], bytes], segment: int, nbytes: int, start: int = PAGE) -> Iterator[BlockHeader]:
+    """Headers of a segment of `nbytes` bytes, from the block at `start` on, up to the first that is torn, absent or cut
+    off.
 
     `read(offset, count)` may return less at the end of the file. Payloads are not read: a torn one is found by its
     checksum when it is asked for. Where the iterator ends, the tail is cut: blocks are appended one after another, so
     nothing that was synced lies behind a place that was not written.
     """
-    position = PAGE
+    position = start
     while position + PAGE <= nbytes:
         try:
             header = unpack_block_header(read(position, PAGE), segment, position)

@@ -1,0 +1,435 @@
+"""The NVMe tier's logic without threads, clock or chance: blocks appended to segments, named by an index.
+
+Why it exists: the node runs it behind its writer thread (nvme.py), the tests over files that lose what was not synced,
+the simulator over its own disk. What is proven there is what runs here.
+
+    block:  (plan) --write--> written --sync, index--> DURABLE --reclaimed | deleted | newer version--> gone
+
+Laws: the index never names what is not durable: data is synced first, then the index commits. Of two blocks of one key
+the higher version counts, also after the index was lost and is built again from the headers. A deletion is written into
+every directory, so it outlives what it deletes there.
+Limits: one thread calls what changes anything; `find` may be called by any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final, NamedTuple, TypeVar
+
+import msgspec
+
+from emberkv.errors import NotOurs, ProtocolError
+from emberkv.storage.disk import BlockIndex, DiskEntry, DiskPlace, SegmentFiles
+from emberkv.storage.segment import (
+    PAGE,
+    BlockHeader,
+    SegmentHeader,
+    pack_block_header,
+    pack_segment_header,
+    payload_is_right,
+    scan,
+    unpack_segment_header,
+)
+from emberkv.storage.segment_log import SegmentLog
+from emberkv.types import CHECKSUM_BYTES, NO_VERSION, PUT_ID_BYTES, Version, round_up
+
+T = TypeVar("T")
+
+EXTENT_BYTES: Final = 4 << 20
+"""One write: blocks that follow one another in a batch lie side by side up to this."""
+KEYS_PER_LOOKUP: Final = 1024
+"""While segments are scanned: bounds what is held at a time, and one transaction of the index."""
+HOT_SHARE_MAX: Final = 0.25
+"""At most this share of a segment is written again when it leaves: reclaiming must free more than it costs."""
+
+
+class DiskBlock(msgspec.Struct, gc=False):
+    """A block on its way to disk. `payload`: its bytes and their padding up to whole pages, starting on a page; None:
+    the key was deleted at `version`."""
+
+    key: bytes
+    version: Version
+    payload: memoryview | None
+    length: int = 0
+    checksum: bytes = b"\0" * CHECKSUM_BYTES
+    prev: Version = NO_VERSION
+    put_id: bytes = b"\0" * PUT_ID_BYTES
+    depth: int = 0
+    parts: int = 1
+    expiry_ms: int = 0
+
+
+class Extent(NamedTuple):
+    """One write: pieces that lie one after another in a segment."""
+
+    directory: int
+    segment: int
+    offset: int
+    pieces: list[memoryview]
+    nbytes: int
+
+
+class Plan(msgspec.Struct):
+    """What has to be written for a batch, and what the index will say after it."""
+
+    extents: list[Extent] = msgspec.field(default_factory=list)
+    puts: list[tuple[bytes, DiskEntry]] = msgspec.field(default_factory=list)
+    deletes: list[bytes] = msgspec.field(default_factory=list)
+    refused: int = 0
+    """Blocks that found no room: they stay where they are, in memory."""
+
+
+class Tail(NamedTuple):
+    """A part of a segment that the index does not know."""
+
+    directory: int
+    segment: int
+    start: int
+    size: int
+
+
+Scanned = tuple[Tail, dict[bytes, tuple[Version, DiskEntry | None]], int]
+"""A tail, per key the newest version in it (without an entry: deleted), and how many headers were read."""
+
+
+class Recovered(NamedTuple):
+    """What `recover` found."""
+
+    segments: int
+    scanned: int
+    """Blocks read from headers, because the index did not know them yet."""
+    foreign: int
+    """Segment files that are damaged at their head or of another store: left alone, not counted as ours."""
+
+
+class SegmentStore:
+    """Blocks in the segments of one or more directories, and the index over them."""
+
+    def __init__(
+        self,
+        files: Sequence[SegmentFiles],
+        logs: Sequence[SegmentLog],
+        index: BlockIndex,
+        store_ids: Sequence[bytes],
+        cluster: bytes,
+    ) -> None:
+        """One log and store id (16 bytes) per directory; `cluster`: 32-byte digest of the cluster's id."""
+        self.files: Final = list(files)
+        self.logs: Final = list(logs)
+        self.index: Final = index
+        self._store_ids: Final = list(store_ids)
+        self._cluster: Final = cluster
+        self.off: set[int] = set()
+        """Directories that take no writes now."""
+        self._turn = 0
+        self._unsynced: dict[tuple[int, int], None] = {}
+        self._written: list[Plan] = []
+        self._headed: set[tuple[int, int]] = set()
+
+    # -- questions -----------------------------------------------------------------------------------------------
+
+    def find(self, keys: Sequence[bytes]) -> list[DiskEntry | None]:
+        """What is durable of each key."""
+        return self.index.find(keys)
+
+    def inherited(self, place: DiskPlace) -> bool:
+        """Was it written by an earlier life of this node?"""
+        return place.segment < self.logs[place.directory].first_of_life
+
+    def usage(self) -> tuple[int, int]:
+        """(bytes in segments, bytes configured)."""
+        return sum(log.used_bytes for log in self.logs), sum(log.limit_bytes for log in self.logs)
+
+    def wants_room(self) -> list[int]:
+        """Directories whose oldest segment should leave."""
+        return [at for at, log in enumerate(self.logs) if at not in self.off and log.wants_room()]
+
+    # -- writing -------------------------------------------------------------------------------------------------
+
+    def plan(self, blocks: Iterable[DiskBlock]) -> Plan:
+        """Gives each block its place. The caller writes all extents (`write`), then tells `written` or `failed`."""
+        plan = Plan()
+        run: list[DiskBlock] = []
+        run_bytes = 0
+        for block in blocks:
+            if block.payload is None:
+                self._plan_deletion(plan, block)
+                continue
+            nbytes = PAGE + block.payload.nbytes
+            if run and run_bytes + nbytes > EXTENT_BYTES:
+                self._plan_run(plan, run, run_bytes)
+                run, run_bytes = [], 0
+            run.append(block)
+            run_bytes += nbytes
+        if run:
+            self._plan_run(plan, run, run_bytes)
+        return plan
+
+    def _plan_run(self, plan: Plan, run: list[DiskBlock], nbytes: int) -> None:
+        """Blocks side by side in the directory whose turn it is; singly where they do not fit together."""
+        for step in range(len(self.logs)):
+            directory = (self._turn + step) % len(self.logs)
+            if directory in self.off:
+                continue
+            place = self.logs[directory].place(nbytes)
+            if place is not None:
+                self._turn = (directory + 1) % len(self.logs)
+                self._lay_out(plan, directory, *place, run)
+                return
+        if len(run) == 1:
+            plan.refused += 1
+            return
+        for block in run:
+            assert block.payload is not None
+            self._plan_run(plan, [block], PAGE + block.payload.nbytes)
+
+    def _plan_deletion(self, plan: Plan, block: DiskBlock) -> None:
+        plan.deletes.append(block.key)
+        for directory, log in enumerate(self.logs):
+            place = log.place(PAGE) if directory not in self.off else None
+            if place is not None:
+                self._lay_out(plan, directory, *place, [block])
+
+    def _lay_out(self, plan: Plan, directory: int, segment: int, offset: int, run: list[DiskBlock]) -> None:
+        pieces: list[memoryview] = []
+        position = offset
+        if (directory, segment) not in self._headed:
+            self._headed.add((directory, segment))
+            pieces.append(memoryview(self._segment_header(directory, segment)))
+            offset = 0
+        for block in run:
+            header = BlockHeader(
+                segment, position, block.key, 0, block.parts, block.version, block.prev, block.put_id, block.depth,
+                block.length, block.expiry_ms, block.checksum, block.payload is None,
+            )  # fmt: skip
+            pieces.append(memoryview(pack_block_header(header)))
+            if block.payload is not None:
+                pieces.append(block.payload)
+                place = DiskPlace(directory, segment, position)
+                entry = DiskEntry(place, block.version, block.length, block.depth, block.expiry_ms, block.checksum)
+                plan.puts.append((block.key, entry))
+            position = header.end
+        plan.extents.append(Extent(directory, segment, offset, pieces, position - offset))
+
+    def _segment_header(self, directory: int, segment: int) -> bytes:
+        log = self.logs[directory]
+        return pack_segment_header(SegmentHeader(self._store_ids[directory], self._cluster, segment, log.segment_bytes))
+
+    def write(self, extent: Extent) -> None:
+        """Performs one write; several threads may. OSError comes out as it is: then the plan has `failed`."""
+        self.files[extent.directory].write(extent.segment, extent.offset, extent.pieces)
+
+    def written(self, plan: Plan) -> None:
+        """All extents are in the files; `sync` makes them count."""
+        for extent in plan.extents:
+            self._unsynced[extent.directory, extent.segment] = None
+        self._written.append(plan)
+
+    def failed(self, plan: Plan) -> None:
+        """An extent was not written: nothing of the plan counts, and nothing is appended behind the hole."""
+        for extent in plan.extents:
+            if self.logs[extent.directory].active == extent.segment:
+                self.logs[extent.directory].seal()
+
+    def sync(self, notes: Iterable[tuple[bytes, bytes]] = ()) -> None:
+        """Makes everything that was written durable, then lets the index name it. After an OSError nothing has changed
+        but that the segments concerned take no more blocks; what they hold is forgotten here, since a failed sync may
+        have lost it for good."""
+        touched, self._unsynced = list(self._unsynced), {}
+        plans, self._written = self._written, []
+        notes = list(notes)
+        if not touched and not notes:
+            return
+        try:
+            for directory, segment in touched:
+                self.files[directory].sync(segment)
+        except OSError:
+            for plan in plans:
+                self.failed(plan)
+            raise
+        newest: dict[bytes, DiskEntry | None] = {}
+        for plan in plans:
+            newest.update(dict.fromkeys(plan.deletes))
+            newest.update(plan.puts)
+        puts = [(key, entry) for key, entry in newest.items() if entry is not None]
+        deletes = [key for key, entry in newest.items() if entry is None]
+        marks = [(at, segment, self.logs[at].sizes[segment]) for at, segment in touched]
+        self.index.apply(puts, deletes, marks, (), notes)
+
+    def append(self, blocks: Iterable[DiskBlock]) -> Plan:
+        """Plans and writes a batch in one go, without syncing it; for callers that need no parallel writes."""
+        plan = self.plan(blocks)
+        try:
+            for extent in plan.extents:
+                self.write(extent)
+        except OSError:
+            self.failed(plan)
+            raise
+        self.written(plan)
+        return plan
+
+    # -- reading back --------------------------------------------------------------------------------------------
+
+    def headers(self, directory: int, segment: int, start: int, end: int, page: memoryview) -> Iterator[BlockHeader]:
+        """Headers of a segment from a known block's offset on; `page` is a page-aligned buffer of one page."""
+        files = self.files[directory]
+
+        def read(offset: int, count: int) -> bytes:
+            try:
+                return bytes(page[: files.read(segment, offset, [page[:count]])])
+            except FileNotFoundError:
+                return b""  # its first write failed
+
+        return scan(read, segment, end, start)
+
+    def payload(self, place: DiskPlace, length: int, into: memoryview) -> BlockHeader | None:
+        """Reads one block into a page-aligned buffer of its header page and its payload's pages; None when what is
+        there is not this block or its bytes are not what was put."""
+        count = PAGE + round_up(length)
+        came = self.files[place.directory].read(place.segment, place.position, [into[:count]])
+        if came < PAGE + length:
+            return None
+        for header in scan(lambda offset, _: bytes(into[:PAGE]), place.segment, place.position + count, place.position):
+            right = header.length == length and payload_is_right(header, into[PAGE : PAGE + length])
+            return header if right else None
+        return None
+
+    # -- reclaiming ----------------------------------------------------------------------------------------------
+
+    def reclaim(
+        self, directory: int, is_hot: Callable[[list[bytes]], list[bool]], buffer: Callable[[int], memoryview]
+    ) -> int:
+        """Lets the oldest segment of a directory leave and returns the bytes that came free; what is hot in it is
+        written again first. `buffer(nbytes)` gives a page-aligned buffer. OSError: nothing of it has left."""
+        log = self.logs[directory]
+        segment = log.oldest()
+        if segment is None:
+            return 0
+        size = log.sizes[segment]
+        self.sync()
+        live = list(self._live(directory, segment, size, buffer(PAGE)))
+        again, left = [], int(size * HOT_SHARE_MAX)
+        hot = is_hot([header.key for header in live]) if live else []
+        for header, wanted in zip(live, hot, strict=True):
+            nbytes = PAGE + round_up(header.length)
+            if not wanted or nbytes > left:
+                continue
+            into = buffer(nbytes)
+            if self.payload(DiskPlace(directory, segment, header.position), header.length, into) is not None:
+                again.append(_block_of(header, into[PAGE:nbytes]))
+                left -= nbytes
+        if again:
+            self.append(again)
+            self.sync()
+        places = [DiskPlace(directory, segment, header.position) for header in live]
+        found = self.index.find([header.key for header in live])
+        gone = [
+            header.key
+            for header, place, entry in zip(live, places, found, strict=True)
+            if entry is not None and entry.place == place
+        ]
+        self.index.apply((), gone, (), [(directory, segment)])
+        self.files[directory].remove(segment)
+        log.removed(segment)
+        self._headed.discard((directory, segment))
+        return size
+
+    def _live(self, directory: int, segment: int, size: int, page: memoryview) -> Iterator[BlockHeader]:
+        """Blocks of a segment that the index still names."""
+        for batch in _batches(self.headers(directory, segment, PAGE, size, page), KEYS_PER_LOOKUP):
+            found = self.index.find([header.key for header in batch])
+            for header, entry in zip(batch, found, strict=True):
+                if entry is not None and entry.place == DiskPlace(directory, segment, header.position):
+                    yield header
+
+    # -- after a restart -----------------------------------------------------------------------------------------
+
+    def recover(
+        self,
+        buffer: Callable[[int], memoryview],
+        each: Callable[[Callable[[Tail], Scanned], list[Tail]], Iterable[Scanned]] = map,
+        progress: Callable[[int, int], None] = lambda done, count: None,
+    ) -> Recovered:
+        """Takes what earlier lives left: every segment is scanned from where the index ends, and the index forgets
+        segments that are not there. `each` may scan several at once but gives the results in order, a bounded number
+        ahead; `progress(segments done, of all)`."""
+        marks = self.index.marks()
+        todo: list[Tail] = []
+        foreign = 0
+        there: set[tuple[int, int]] = set()
+        for directory, (files, log) in enumerate(zip(self.files, self.logs, strict=True)):
+            found = files.segments()
+            ours = [(number, size) for number, size in found if self._is_ours(directory, number, buffer(PAGE))]
+            foreign += len(found) - len(ours)
+            for number, size in ours:
+                there.add((directory, number))
+                start = marks.get((directory, number), PAGE)
+                if start < size:
+                    todo.append(Tail(directory, number, start, size))
+            named = [segment for at, segment in marks if at == directory]
+            log.adopt(ours, max([number for number, _ in found] + [*named, 0]))
+        self.index.apply((), (), (), [mark for mark in marks if mark not in there])
+        scanned = 0
+        for done, (tail, newest, blocks) in enumerate(each(lambda tail: self._scan(tail, buffer(PAGE)), todo)):
+            self._index_again(tail, newest)
+            scanned += blocks
+            progress(done + 1, len(todo))
+        return Recovered(len(there), scanned, foreign)
+
+    def _is_ours(self, directory: int, number: int, page: memoryview) -> bool:
+        try:
+            if self.files[directory].read(number, 0, [page]) < PAGE:
+                return False
+            header = unpack_segment_header(page)
+        except (OSError, ProtocolError, NotOurs):
+            return False
+        return (header.store_id, header.segment) == (self._store_ids[directory], number)
+
+    def _scan(self, tail: Tail, page: memoryview) -> Scanned:
+        """The newest word on each key in a part of a segment; any thread."""
+        newest: dict[bytes, tuple[Version, DiskEntry | None]] = {}
+        blocks = 0
+        for header in self.headers(tail.directory, tail.segment, tail.start, tail.size, page):
+            blocks += 1
+            known = newest.get(header.key)
+            if known is None or header.version >= known[0]:
+                newest[header.key] = header.version, None if header.tombstone else _entry_of(tail.directory, header)
+        return tail, newest, blocks
+
+    def _index_again(self, tail: Tail, newest: dict[bytes, tuple[Version, DiskEntry | None]]) -> None:
+        puts: list[tuple[bytes, DiskEntry]] = []
+        deletes: list[bytes] = []
+        for keys in _batches(newest, KEYS_PER_LOOKUP):
+            for key, known in zip(keys, self.index.find(keys), strict=True):
+                version, entry = newest[key]
+                if known is not None and known.version > version:
+                    continue
+                if entry is None:
+                    deletes.append(key)
+                else:
+                    puts.append((key, entry))
+        # Up to the file's end: what lies behind the last block is none, and need not be looked at ever again.
+        self.index.apply(puts, deletes, [(tail.directory, tail.segment, tail.size)], ())
+
+
+def _entry_of(directory: int, header: BlockHeader) -> DiskEntry:
+    place = DiskPlace(directory, header.segment, header.position)
+    return DiskEntry(place, header.version, header.length, header.depth, header.expiry_ms, header.checksum)
+
+
+def _block_of(header: BlockHeader, payload: memoryview) -> DiskBlock:
+    return DiskBlock(
+        header.key, header.version, payload, header.length, header.checksum, header.prev, header.put_id, header.depth,
+        header.parts, header.expiry_ms,
+    )  # fmt: skip
+
+
+def _batches(items: Iterable[T], count: int) -> Iterator[list[T]]:
+    batch: list[T] = []
+    for item in items:
+        batch.append(item)
+        if len(batch) == count:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
