@@ -38,6 +38,7 @@ _TABLES: Final[dict[str, type[msgspec.Struct]]] = {"cluster": ClusterConfig, "no
 _BELOW: Final[dict[str, type[msgspec.Struct]]] = {"namespaces": NamespaceConfig, "costs": Costs}
 """Keys of [cluster] that are tables of their own."""
 _PATHS: Final = ("control_dir", "data_dir", "socket")
+_PATH_LISTS: Final = ("nvme_dirs",)
 _UNITS: Final = {"": 1, "B": 1} | {
     f"{letter}{suffix}": base**power
     for power, letter in enumerate("KMGT", start=1)
@@ -113,6 +114,9 @@ class _File:
         for key in _PATHS:
             if isinstance(table.get(key), str) and table[key]:
                 table[key] = _absolute(table[key], self.path.parent)
+        for key in _PATH_LISTS:
+            if isinstance(table.get(key), list):
+                table[key] = [_absolute(p, self.path.parent) if isinstance(p, str) else p for p in table[key]]
         return table
 
     def where(self, table: str, key: str) -> str:
@@ -189,7 +193,8 @@ def _typed(model: type[msgspec.Struct], key: str, text: str, source: str, prefix
     if key in _BELOW:
         raise ConfigError(f"{source}: {key} are tables; set them in the file")
     if kind == list[str]:
-        return [part.strip() for part in text.split(",") if part.strip()]
+        parts = [part.strip() for part in text.split(",") if part.strip()]
+        return [_absolute(part, Path.cwd()) for part in parts] if key in _PATH_LISTS else parts
     if key in _PATHS and text:
         return _absolute(text, Path.cwd())
     if kind is bool:

@@ -22,6 +22,10 @@ ARENA_BYTES_MIN: Final = 1 << 20
 CONNECTIONS_MAX: Final = 16_384
 """A connection costs a thread and three descriptors; more were not tested."""
 
+NVME_BYTES_MIN: Final = 64 << 20
+"""Sixteen segments of which one holds a block of 3 MiB; below that most of a directory would be headroom."""
+NVME_DIRS_MAX: Final = 64
+
 
 class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The `[node]` table."""
@@ -36,6 +40,12 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     arena_bytes: int = 512 << 20
     staging_bytes: int = 64 << 20
     """Most staging memory of one connection: two of the largest blocks."""
+    nvme_dirs: list[str] = []
+    """Directories for blocks on NVMe, striped; each is used by this node alone. Empty: memory only."""
+    nvme_bytes: int = 0
+    """Most that each of nvme_dirs may take."""
+    nvme_depth_min: int = 0
+    """Blocks nearer to the head of their chain than this are kept in memory only."""
     connections_max: int = 2048
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     prefault: bool = True
@@ -56,7 +66,20 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             )
         check_range("arena_bytes", self.arena_bytes, ARENA_BYTES_MIN, 1 << 50)
         check_range("staging_bytes", self.staging_bytes, SLOT_ALIGN, 32 * BLOCK_BYTES_MAX)
+        self._check_nvme()
         check_range("connections_max", self.connections_max, 1, CONNECTIONS_MAX)
+
+    def _check_nvme(self) -> None:
+        for path in self.nvme_dirs:
+            if not os.path.isabs(path):
+                raise ConfigError(f"nvme_dirs: {path!r} is not an absolute path")
+        if len(set(map(os.path.normpath, self.nvme_dirs))) < len(self.nvme_dirs):
+            raise ConfigError("nvme_dirs: a directory is named twice")
+        if len(self.nvme_dirs) > NVME_DIRS_MAX:
+            raise ConfigError(f"nvme_dirs: {len(self.nvme_dirs)} directories, at most {NVME_DIRS_MAX}")
+        if self.nvme_dirs:
+            check_range("nvme_bytes", self.nvme_bytes, NVME_BYTES_MIN, 1 << 50)
+        check_range("nvme_depth_min", self.nvme_depth_min, 0, 1 << 31)
 
     @property
     def listen_address(self) -> tuple[str, int]:

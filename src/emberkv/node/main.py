@@ -48,8 +48,9 @@ from emberkv.node.status import document
 from emberkv.node.strong import StrongRecords
 from emberkv.node.strong_edge import StrongEdge
 from emberkv.node.timers import Ticker
-from emberkv.ports import Compare, Record, Write
+from emberkv.ports import Compare, Record, Slot, Write
 from emberkv.storage.dram import DramTier
+from emberkv.storage.nvme import NvmeDirectory, NvmeTier
 
 log = logging.getLogger("emberkv.node")
 
@@ -57,6 +58,8 @@ SWITCH_INTERVAL_S = 0.0002
 """A thread that wants the interpreter gets it after this long: the heartbeat must not wait behind 64 readers."""
 WATCH_DEADLINE_MS = 200
 """One wait of the watch: bounds how long a stop has to wait for its thread."""
+DIRTY_SHARE = 0.25
+"""Share of the arena that may wait to be written to disk: it cannot be evicted meanwhile."""
 CONFIG_KEY = "config/digest"
 CONFIG_DEADLINE_MS = 2000
 CONNECTION_THREADS = ("tcp ", "local ")
@@ -141,6 +144,8 @@ def core_settings(
         hint_age_max_ns=int(cluster.duration_ms("hint_age_max") * 1e6),
         tombstone_retention_ns=int(cluster.duration_ms("tombstone_retention") * 1e6),
         block_bytes_max=block_bytes_max,
+        nvme=bool(config.nvme_dirs),
+        nvme_depth_min=config.nvme_depth_min,
         previous_incarnation=directory.previous_incarnation,
     )
 
@@ -214,7 +219,8 @@ class Node:
         generation = coordinator.generation()
         settings = core_settings(cluster, config, address, incarnation, generation, directory, tier.block_bytes_max)
         core = Replica(settings, tier)
-        self.runtime = Runtime(core, tier, clock, transport, fetcher, committer, self._note)
+        disk = self._open_disk(cluster, config, core, tier)
+        self.runtime = Runtime(core, tier, clock, transport, fetcher, committer, self._note, disk)
         self._start_clockwork(budget, coordinator, committer)
         watcher = ProcessWatcher()
         self._on_close("process watcher", watcher.stop)
@@ -232,6 +238,8 @@ class Node:
             body["budget_ms"] = budget.budget_ms
             body["budget"] = self.budget_watch.document()
             body["counters"] |= strong.records.counters()
+            if disk is not None:
+                body["nvme"] = disk.document()
             body["addresses"] = {"tcp": address.tcp, "local": address.local}
             return msgspec.json.encode(body)
 
@@ -241,10 +249,35 @@ class Node:
         directory.claim(incarnation)
         if config.prefault:
             tier.prefault()
+        if disk is not None:
+            disk.start()
         watcher.start()
         self.namespaces.look_at(coordinator, self.learn)
         self.coordination.start()
         self.ticker.start()
+
+    def _open_disk(self, cluster: ClusterConfig, config: NodeConfig, core: Replica, tier: DramTier) -> NvmeTier | None:
+        """The NVMe tier, if one is configured; the floors that the last life left go into the core."""
+        if not config.nvme_dirs:
+            return None
+        state = core.state
+        disk = NvmeTier(
+            [NvmeDirectory(path, config.nvme_bytes) for path in config.nvme_dirs],
+            config.data_path / "nvme-index",
+            cluster.cluster_id,
+            dirty_bytes_max=int(config.arena_bytes * DIRTY_SHARE),
+            pages=tier.pages,
+            release=self._give_back,
+            floors=lambda: (list(map(max, state.directory.floors, state.remembered_floors)), list(state.disk_floors)),
+        )
+        # Just above the arena, in which lies what still waits to be written: it ends after whoever might read it.
+        self._closers.insert(3, ("NVMe tier", disk.close))
+        floors, doubted = disk.kept_floors()
+        state.remembered_floors, state.disk_floors = floors, doubted
+        return disk
+
+    def _give_back(self, slots: list[Slot]) -> None:
+        self.runtime.unref(slots)
 
     def _start_clockwork(self, budget: Budget, coordinator: SqliteCoordinator, committer: LateCommitter) -> None:
         """What moves the core by itself: ticks, and the coordinator's threads; and what measures both."""

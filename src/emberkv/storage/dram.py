@@ -72,6 +72,10 @@ class DramTier:
         """As ports.Tier."""
         return self._view[slot.offset : slot.offset + slot.length]
 
+    def pages(self, slot: AnySlot) -> memoryview:
+        """The slot's bytes and all its room behind them: whole pages, for direct reads and writes."""
+        return self._view[slot.offset : slot.offset + slot.size_class]
+
     def release(self, slot: AnySlot) -> None:
         """As ports.Tier. Raises InvariantViolation for a slot that is not live here."""
         if not isinstance(slot, Slot):

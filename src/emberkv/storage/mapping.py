@@ -32,6 +32,11 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.madvise.restype = ctypes.c_int
 
 
+def page_buffer(nbytes: int) -> memoryview:
+    """Private memory that begins on a page, for direct reads and writes."""
+    return memoryview(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
 def memory_file(name: str, total_bytes: int) -> int:
     """Descriptor of a new, unsealed memory file. Raises ConfigError when the system gives none."""
     try:

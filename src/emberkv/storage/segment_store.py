@@ -20,6 +20,7 @@ import msgspec
 
 from emberkv.errors import NotOurs, ProtocolError
 from emberkv.storage.disk import BlockIndex, DiskEntry, DiskPlace, SegmentFiles
+from emberkv.storage.mapping import page_buffer
 from emberkv.storage.segment import (
     PAGE,
     BlockHeader,
@@ -178,6 +179,7 @@ class SegmentStore:
                 return
         if len(run) == 1:
             plan.refused += 1
+            plan.deletes.append(run[0].key)  # what is older there does not count either
             return
         for block in run:
             assert block.payload is not None
@@ -191,18 +193,20 @@ class SegmentStore:
                 self._lay_out(plan, directory, *place, [block])
 
     def _lay_out(self, plan: Plan, directory: int, segment: int, offset: int, run: list[DiskBlock]) -> None:
+        # Header pages begin on a page too, as direct writes want it.
+        pages = page_buffer((len(run) + 1) * PAGE)
         pieces: list[memoryview] = []
         position = offset
         if (directory, segment) not in self._headed:
             self._headed.add((directory, segment))
-            pieces.append(memoryview(self._segment_header(directory, segment)))
+            pieces.append(_page(pages, 0, self._segment_header(directory, segment)))
             offset = 0
-        for block in run:
+        for number, block in enumerate(run):
             header = BlockHeader(
                 segment, position, block.key, 0, block.parts, block.version, block.prev, block.put_id, block.depth,
                 block.length, block.expiry_ms, block.checksum, block.payload is None,
             )  # fmt: skip
-            pieces.append(memoryview(pack_block_header(header)))
+            pieces.append(_page(pages, number + 1, pack_block_header(header)))
             if block.payload is not None:
                 pieces.append(block.payload)
                 place = DiskPlace(directory, segment, position)
@@ -238,7 +242,7 @@ class SegmentStore:
         touched, self._unsynced = list(self._unsynced), {}
         plans, self._written = self._written, []
         notes = list(notes)
-        if not touched and not notes:
+        if not touched and not notes and not plans:
             return
         try:
             for directory, segment in touched:
@@ -296,25 +300,23 @@ class SegmentStore:
 
     # -- reclaiming ----------------------------------------------------------------------------------------------
 
-    def reclaim(
-        self, directory: int, is_hot: Callable[[list[bytes]], list[bool]], buffer: Callable[[int], memoryview]
-    ) -> int:
+    def reclaim(self, directory: int, is_hot: Callable[[list[bytes]], list[bool]]) -> int:
         """Lets the oldest segment of a directory leave and returns the bytes that came free; what is hot in it is
-        written again first. `buffer(nbytes)` gives a page-aligned buffer. OSError: nothing of it has left."""
+        written again first. OSError: nothing of it has left."""
         log = self.logs[directory]
         segment = log.oldest()
         if segment is None:
             return 0
         size = log.sizes[segment]
         self.sync()
-        live = list(self._live(directory, segment, size, buffer(PAGE)))
+        live = list(self._live(directory, segment, size, page_buffer(PAGE)))
         again, left = [], int(size * HOT_SHARE_MAX)
         hot = is_hot([header.key for header in live]) if live else []
         for header, wanted in zip(live, hot, strict=True):
             nbytes = PAGE + round_up(header.length)
             if not wanted or nbytes > left:
                 continue
-            into = buffer(nbytes)
+            into = page_buffer(nbytes)
             if self.payload(DiskPlace(directory, segment, header.position), header.length, into) is not None:
                 again.append(_block_of(header, into[PAGE:nbytes]))
                 left -= nbytes
@@ -346,7 +348,6 @@ class SegmentStore:
 
     def recover(
         self,
-        buffer: Callable[[int], memoryview],
         each: Callable[[Callable[[Tail], Scanned], list[Tail]], Iterable[Scanned]] = map,
         progress: Callable[[int, int], None] = lambda done, count: None,
     ) -> Recovered:
@@ -359,7 +360,7 @@ class SegmentStore:
         there: set[tuple[int, int]] = set()
         for directory, (files, log) in enumerate(zip(self.files, self.logs, strict=True)):
             found = files.segments()
-            ours = [(number, size) for number, size in found if self._is_ours(directory, number, buffer(PAGE))]
+            ours = [(number, size) for number, size in found if self._is_ours(directory, number, page_buffer(PAGE))]
             foreign += len(found) - len(ours)
             for number, size in ours:
                 there.add((directory, number))
@@ -370,7 +371,7 @@ class SegmentStore:
             log.adopt(ours, max([number for number, _ in found] + [*named, 0]))
         self.index.apply((), (), (), [mark for mark in marks if mark not in there])
         scanned = 0
-        for done, (tail, newest, blocks) in enumerate(each(lambda tail: self._scan(tail, buffer(PAGE)), todo)):
+        for done, (tail, newest, blocks) in enumerate(each(lambda tail: self._scan(tail, page_buffer(PAGE)), todo)):
             self._index_again(tail, newest)
             scanned += blocks
             progress(done + 1, len(todo))
@@ -410,6 +411,12 @@ class SegmentStore:
                     puts.append((key, entry))
         # Up to the file's end: what lies behind the last block is none, and need not be looked at ever again.
         self.index.apply(puts, deletes, [(tail.directory, tail.segment, tail.size)], ())
+
+
+def _page(pages: memoryview, number: int, raw: bytes) -> memoryview:
+    page = pages[number * PAGE : (number + 1) * PAGE]
+    page[:] = raw  # control bytes
+    return page
 
 
 def _entry_of(directory: int, header: BlockHeader) -> DiskEntry:
