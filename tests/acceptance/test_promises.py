@@ -1,7 +1,6 @@
 """One test per promise of docs/PROTOCOL.md chapter 1, same number, on real node processes.
 
-P7 (served again from NVMe after a crash) has no test yet: there is no NVMe tier. P9 is tested as far as there is one
-tenant: namespaces are apart, and nobody can write a node's memory.
+P9 is tested as far as there is one tenant: namespaces are apart, and nobody can write a node's memory.
 """
 
 from __future__ import annotations
@@ -206,6 +205,53 @@ def test_p8_memory_stays_inside_its_size(cluster: LocalCluster) -> None:
     grown = psutil.Process(near.pid).memory_info().rss - before
     # Arena and one staging area may become resident; anything near the 384 MiB that were put would be a leak.
     assert grown < (128 + 64 + 48) * MIB
+
+
+def test_p7_what_was_synced_survives_kill_9_of_every_node(tmp_path: Path) -> None:
+    names, late = [f"p7-{index}" for index in range(64)], [f"p7-late-{index}" for index in range(64)]
+    gone = names[:8]
+    with LocalCluster(tmp_path, 3, arena_bytes=128 * MIB, nvme_bytes=256 * MIB) as nodes:
+        nodes.wait_ready(60)
+        with Client([nodes.node("n1").endpoint]) as client:
+            assert all(put_all(client, names, level=Level.SESSION, min_copies=2))
+            client.delete_many([key_of(name) for name in gone], level=Level.SESSION)
+            eventually(
+                "all is synced", lambda: all(not each["nvme"]["write"]["not_durable"] for each in nodes.statuses())
+            )
+            put_all(client, late)  # and these in the middle of being written
+        for node in nodes.nodes:
+            nodes.kill(node.name)
+        # One of the nodes lost its index with its crash, another one got bytes flipped on its disk.
+        (tmp_path / "n2" / "nvme-index").unlink()
+        segments = sorted((tmp_path / "n3" / "nvme").glob("*/*.seg"))
+        with segments[0].open("r+b") as segment:
+            segment.seek(4096 + 4096 + 100_000)
+            byte = segment.read(1)
+            segment.seek(-1, os.SEEK_CUR)
+            segment.write(bytes([byte[0] ^ 0xFF]))
+        for node in nodes.nodes:
+            nodes.restart(node.name)
+        nodes.wait_ready(60)
+        for near in nodes.endpoints():
+            with Client([near]) as client:
+                assert assert_exact_or_miss(client, names[8:]) == len(names) - 8, "what was synced is served again"
+                assert assert_exact_or_miss(client, gone) == 0, "a delete that was synced stays one"
+                assert_exact_or_miss(client, late)
+        assert status(nodes, "n2")["nvme"]["index_rebuilt"] == ""
+        assert sum(each["counters"].get("disk_hits", 0) for each in nodes.statuses()) >= len(names) - 8
+
+
+def test_p8_disk_stays_inside_its_size(tmp_path: Path) -> None:
+    with LocalCluster(tmp_path, 1, arena_bytes=64 * MIB, nvme_bytes=64 * MIB) as nodes:
+        nodes.wait_ready(60)
+        with Client([nodes.node("n1").endpoint]) as client:
+            for batch in range(10):
+                put_all(client, [f"p8-{batch}-{index}" for index in range(16)], MIB)
+                eventually("written", lambda: not status(nodes, "n1")["nvme"]["write"]["not_durable"])
+                on_disk = sum(file.stat().st_size for file in tmp_path.glob("n1/nvme/*/*.seg"))
+                assert on_disk <= 64 * MIB
+            assert status(nodes, "n1")["nvme"]["write"]["reclaimed_bytes"] > 0
+            assert assert_exact_or_miss(client, [f"p8-9-{index}" for index in range(16)], MIB) == 16
 
 
 def test_p9_namespaces_are_apart_and_nobody_writes_a_nodes_memory(cluster: LocalCluster) -> None:

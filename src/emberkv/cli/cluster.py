@@ -107,9 +107,10 @@ class LocalCluster:
         node_settings: dict[str, Any] | None = None,
         settings_of: dict[str, dict[str, Any]] | None = None,
         cluster_settings: dict[str, Any] | None = None,
+        nvme_bytes: int = 0,
     ) -> None:
-        """`settings_of`: NodeConfig fields of single nodes, by name; `cluster_settings`: further ClusterConfig fields.
-        Raises ConfigError."""
+        """`settings_of`: NodeConfig fields of single nodes, by name; `cluster_settings`: further ClusterConfig fields;
+        `nvme_bytes`: disk that each node may take for blocks, in its own directory. Raises ConfigError."""
         names = [f"n{index}" for index in range(1, nodes + 1)] if isinstance(nodes, int) else list(nodes)
         if not 1 <= len(names) <= NODES_MAX:
             raise ConfigError(f"--nodes: {len(names)} is not between 1 and {NODES_MAX}")
@@ -128,6 +129,7 @@ class LocalCluster:
         )
         self._arena_bytes = arena_bytes
         self._settings = node_settings or {}
+        self._nvme_bytes = nvme_bytes
         self._settings_of = settings_of or {}
         self._nodes: dict[str, LocalNode] = {}
         self._socket_dir: Path | None = None
@@ -291,6 +293,8 @@ class LocalCluster:
             "data_dir": str(self.directory / name),
             "socket": str(self._socket_path(name)),
             "arena_bytes": self._arena_bytes,
+            "nvme_dirs": [str(self.directory / name / "nvme")] if self._nvme_bytes else [],
+            "nvme_bytes": self._nvme_bytes,
             **self._settings,
             **self._settings_of.get(name, {}),
         }

@@ -145,6 +145,8 @@ class Directory:
         """Key -> when it came in, on this node's clock; the oldest first."""
         self.installed: list[Entry] | None = None
         """Where there is a disk: what was installed since the core last looked."""
+        self.ended: dict[bytes, Version] = {}
+        """Likewise: keys that ended without an entry to say so, and at which version."""
         self.now_ns = 0
         """Set by the core at each tick; tombstones are dated by it."""
         self.entry_bytes = 0
@@ -213,6 +215,16 @@ class Directory:
                 self._refused.clear()
         if self.evicted:
             self._forget_evicted(entry.key)
+
+    def end(self, key: bytes, version: Version) -> None:
+        """Copies of the key at or below `version` on this node's disk do not count any more."""
+        if self.installed is not None and version > self.ended.get(key, NO_VERSION):
+            self.ended[key] = version
+
+    def drop(self, entry: Entry) -> None:
+        """Forgets an entry for good, in memory and on disk."""
+        self.remove(entry)
+        self.end(entry.key, entry.version)
 
     def raise_floor(self, shard: int, version: Version) -> None:
         """From now on nothing at or below `version` is believed to be alive unless the primary holds it."""
@@ -309,6 +321,7 @@ class Directory:
         self.evictions += 1
         if version > entry.version:
             self.remember_evicted(entry.key, version, replaced=True)
+            self.end(entry.key, version)
         else:
             self.remember_evicted(entry.key, entry.version, replaced=entry.prev != NO_VERSION, checksum=entry.checksum)
 

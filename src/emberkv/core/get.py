@@ -450,8 +450,10 @@ class Reads:
         op.infos[index] = info
         key = op.begin.keys[index]
         current = self.state.directory.get(key)
-        if current is not None and current.version < info.version and not self._is_replica(shard_of(key)):
-            self.state.directory.remove(current)
+        if not self._is_replica(shard_of(key)):
+            if current is not None and current.version < info.version:
+                self.state.directory.remove(current)
+            self.state.directory.end(key, info.version)
 
     def _is_replica(self, shard: int) -> bool:
         owner = self.state.view.owners[shard]

@@ -326,6 +326,7 @@ class Hints:
         if entry.slot is None:
             if current is not None and current.version < version:
                 directory.remove(current)
+            directory.end(entry.key, version)
             return
         if current is not None:
             mine = stamp_of(version, EntryState.COMMITTED, entry.checksum)

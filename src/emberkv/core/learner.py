@@ -147,13 +147,13 @@ class Learner:
             if compared.theirs.covers(version):
                 # The primary has processed it. One that compares heads would have been offered it if it were alive.
                 if drop_processed:
-                    directory.remove(entry)
+                    directory.drop(entry)
             elif version.epoch >= compared.authority:
                 continue  # the primary's own, on its stream since it was asked
             elif version > compared.floor:
                 surplus.append(entry)
             elif not (settled and version.epoch < oldest and not drop_processed):
-                directory.remove(entry)
+                directory.drop(entry)
         surplus += directory.ghosts(
             shard,
             lambda v: compared.floor < v and v.epoch < compared.authority and not compared.theirs.covers(v),
@@ -179,7 +179,7 @@ class Learner:
             self.stream.mark_applied(entry.shard, entry.version)
         # STALE: the primary holds something newer, or knows that this is gone. Nobody else may find it here.
         if status == ReplicaStatus.STALE and self.state.directory.is_current(entry):
-            self.state.directory.remove(entry)
+            self.state.directory.drop(entry)
 
     # -- heads -------------------------------------------------------------------------------------------------
 

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from emberkv.core.directory import Entry, make_entry
+from emberkv.core.directory import NO_PUT_ID, Entry, make_entry
 from emberkv.core.effects import Persist
 from emberkv.core.state import State
 from emberkv.core.stream import Stream
 from emberkv.messages import BlockInfo
 from emberkv.ports import Saved, Slot
-from emberkv.types import NO_VERSION, EntryState, MissReason, Version, shard_of
+from emberkv.types import CHECKSUM_BYTES, NO_VERSION, EntryState, MissReason, Version, shard_of
 
 ASK_EVERY_NS = 1_000_000_000
 """A replica that finds blocks on its disk which its primary may not have tells it once in so long, per shard."""
@@ -42,16 +42,18 @@ class OwnDisk:
         """What was installed in this step goes to disk, if it is admitted; what it replaced there goes in any case."""
         directory = self.state.directory
         installed = directory.installed
-        if not installed:
+        if not installed and not directory.ended:
             return
-        blocks = []
-        for entry in installed:
+        blocks = [_ended(key, version) for key, version in directory.ended.items()]
+        directory.ended.clear()
+        for entry in installed or ():
             if entry.version == NO_VERSION or not directory.is_current(entry):
                 continue
             # Without its bytes it ends there what is older, like a delete.
             slot = entry.slot if entry.depth >= self.state.settings.nvme_depth_min else None
             blocks.append(_saved(entry, directory.ref(slot) if slot is not None else None))
-        installed.clear()
+        if installed:
+            installed.clear()
         if blocks:
             self.state.out.append(Persist(blocks))
 
@@ -82,7 +84,7 @@ class OwnDisk:
                     key,
                     state=EntryState.COMMITTED,
                     version=info.version,
-                    put_id=b"\0" * 24,
+                    put_id=NO_PUT_ID,
                     checksum=info.checksum,
                     slot=directory.ref(slot),
                     depth=depth,
@@ -111,6 +113,10 @@ class OwnDisk:
             self._asked_ns[shard] = state.now_ns
             self.ask_to_compare(shard)
         return True
+
+
+def _ended(key: bytes, version: Version) -> Saved:
+    return Saved(key, version, None, b"\0" * CHECKSUM_BYTES, NO_VERSION, NO_PUT_ID, 0, 1, 0)
 
 
 def _saved(entry: Entry, slot: Slot | None) -> Saved:

@@ -396,6 +396,7 @@ class Stream:
         current = directory.get(item.key)
         if current is None:
             directory.remember_evicted(item.key, item.version, replaced=replaced or item.prev != NO_VERSION)
+            directory.end(item.key, item.version)
         elif current.version < item.version:
             directory.evict(current, item.version)
         self.mark_applied(shard_of(item.key), item.version)

@@ -6,8 +6,8 @@ the simulator over its own disk. What is proven there is what runs here.
     block:  (plan) --write--> written --sync, index--> DURABLE --reclaimed | deleted | newer version--> gone
 
 Laws: the index never names what is not durable: data is synced first, then the index commits. Of two blocks of one key
-the higher version counts, also after the index was lost and is built again from the headers. A deletion is written into
-every directory, so it outlives what it deletes there.
+the higher version counts, also after the index was lost and is built again from the headers; but one that is torn never
+hides an older one that is whole. All blocks of a key lie in one directory, so a deletion outlives what it deletes.
 Limits: one thread calls what changes anything; `find` may be called by any thread.
 """
 
@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple, TypeVar
 
 import msgspec
+import xxhash
 
 from emberkv.errors import NotOurs, ProtocolError
 from emberkv.storage.disk import BlockIndex, DiskEntry, DiskPlace, SegmentFiles
@@ -89,8 +90,8 @@ class Tail(NamedTuple):
     size: int
 
 
-Scanned = tuple[Tail, dict[bytes, tuple[Version, DiskEntry | None]], int]
-"""A tail, per key the newest version in it (without an entry: deleted), and how many headers were read."""
+Scanned = tuple[Tail, dict[bytes, list[tuple[Version, DiskEntry | None]]], int]
+"""A tail, what it says of each key, the newest first (without an entry: deleted), and how many headers were read."""
 
 
 class Recovered(NamedTuple):
@@ -100,7 +101,7 @@ class Recovered(NamedTuple):
     scanned: int
     """Blocks read from headers, because the index did not know them yet."""
     foreign: int
-    """Segment files that are damaged at their head or of another store: left alone, not counted as ours."""
+    """Segment files of another store or format: left alone, and not counted into the size."""
 
 
 class SegmentStore:
@@ -122,7 +123,6 @@ class SegmentStore:
         self._cluster: Final = cluster
         self.off: set[int] = set()
         """Directories that take no writes now."""
-        self._turn = 0
         self._unsynced: dict[tuple[int, int], None] = {}
         self._written: list[Plan] = []
         self._headed: set[tuple[int, int]] = set()
@@ -150,47 +150,37 @@ class SegmentStore:
     def plan(self, blocks: Iterable[DiskBlock]) -> Plan:
         """Gives each block its place. The caller writes all extents (`write`), then tells `written` or `failed`."""
         plan = Plan()
-        run: list[DiskBlock] = []
-        run_bytes = 0
+        runs: list[list[DiskBlock]] = [[] for _ in self.logs]
+        sizes = [0] * len(self.logs)
         for block in blocks:
-            if block.payload is None:
-                self._plan_deletion(plan, block)
-                continue
-            nbytes = PAGE + block.payload.nbytes
-            if run and run_bytes + nbytes > EXTENT_BYTES:
-                self._plan_run(plan, run, run_bytes)
-                run, run_bytes = [], 0
-            run.append(block)
-            run_bytes += nbytes
-        if run:
-            self._plan_run(plan, run, run_bytes)
+            directory = self.home(block.key)
+            nbytes = _disk_bytes(block)
+            if runs[directory] and sizes[directory] + nbytes > EXTENT_BYTES:
+                self._plan_run(plan, directory, runs[directory], sizes[directory])
+                runs[directory], sizes[directory] = [], 0
+            runs[directory].append(block)
+            sizes[directory] += nbytes
+        for directory, run in enumerate(runs):
+            if run:
+                self._plan_run(plan, directory, run, sizes[directory])
         return plan
 
-    def _plan_run(self, plan: Plan, run: list[DiskBlock], nbytes: int) -> None:
-        """Blocks side by side in the directory whose turn it is; singly where they do not fit together."""
-        for step in range(len(self.logs)):
-            directory = (self._turn + step) % len(self.logs)
-            if directory in self.off:
-                continue
-            place = self.logs[directory].place(nbytes)
-            if place is not None:
-                self._turn = (directory + 1) % len(self.logs)
-                self._lay_out(plan, directory, *place, run)
-                return
-        if len(run) == 1:
+    def home(self, key: bytes) -> int:
+        """The directory of a key: always the same, so what ends a block is behind it in the same row of segments. A
+        chain is spread over all directories, and read from all of them at once."""
+        return xxhash.xxh3_64_intdigest(key) % len(self.logs)
+
+    def _plan_run(self, plan: Plan, directory: int, run: list[DiskBlock], nbytes: int) -> None:
+        """Blocks side by side; singly where they do not fit together."""
+        place = self.logs[directory].place(nbytes) if directory not in self.off else None
+        if place is not None:
+            self._lay_out(plan, directory, *place, run)
+        elif len(run) == 1:
             plan.refused += 1
             plan.deletes.append(run[0].key)  # what is older there does not count either
-            return
-        for block in run:
-            assert block.payload is not None
-            self._plan_run(plan, [block], PAGE + block.payload.nbytes)
-
-    def _plan_deletion(self, plan: Plan, block: DiskBlock) -> None:
-        plan.deletes.append(block.key)
-        for directory, log in enumerate(self.logs):
-            place = log.place(PAGE) if directory not in self.off else None
-            if place is not None:
-                self._lay_out(plan, directory, *place, [block])
+        else:
+            for block in run:
+                self._plan_run(plan, directory, [block], _disk_bytes(block))
 
     def _lay_out(self, plan: Plan, directory: int, segment: int, offset: int, run: list[DiskBlock]) -> None:
         # Header pages begin on a page too, as direct writes want it.
@@ -207,7 +197,9 @@ class SegmentStore:
                 block.length, block.expiry_ms, block.checksum, block.payload is None,
             )  # fmt: skip
             pieces.append(_page(pages, number + 1, pack_block_header(header)))
-            if block.payload is not None:
+            if block.payload is None:
+                plan.deletes.append(block.key)
+            else:
                 pieces.append(block.payload)
                 place = DiskPlace(directory, segment, position)
                 entry = DiskEntry(place, block.version, block.length, block.depth, block.expiry_ms, block.checksum)
@@ -298,6 +290,9 @@ class SegmentStore:
             return header if right else None
         return None
 
+    def _is_whole(self, entry: DiskEntry) -> bool:
+        return self.payload(entry.place, entry.length, page_buffer(PAGE + round_up(entry.length))) is not None
+
     # -- reclaiming ----------------------------------------------------------------------------------------------
 
     def reclaim(self, directory: int, is_hot: Callable[[list[bytes]], list[bool]]) -> int:
@@ -360,13 +355,21 @@ class SegmentStore:
         there: set[tuple[int, int]] = set()
         for directory, (files, log) in enumerate(zip(self.files, self.logs, strict=True)):
             found = files.segments()
-            ours = [(number, size) for number, size in found if self._is_ours(directory, number, page_buffer(PAGE))]
-            foreign += len(found) - len(ours)
-            for number, size in ours:
+            ours = []
+            for number, size in found:
+                start = marks.get((directory, number), 0)
+                if not start:
+                    whose = self._whose(directory, number, page_buffer(PAGE))
+                    if whose is None:
+                        files.remove(number)  # its first page never became durable, so nothing in it did
+                        continue
+                    if not whose:
+                        foreign += 1
+                        continue
+                ours.append((number, size))
                 there.add((directory, number))
-                start = marks.get((directory, number), PAGE)
                 if start < size:
-                    todo.append(Tail(directory, number, start, size))
+                    todo.append(Tail(directory, number, start or PAGE, size))
             named = [segment for at, segment in marks if at == directory]
             log.adopt(ours, max([number for number, _ in found] + [*named, 0]))
         self.index.apply((), (), (), [mark for mark in marks if mark not in there])
@@ -377,40 +380,52 @@ class SegmentStore:
             progress(done + 1, len(todo))
         return Recovered(len(there), scanned, foreign)
 
-    def _is_ours(self, directory: int, number: int, page: memoryview) -> bool:
+    def _whose(self, directory: int, number: int, page: memoryview) -> bool | None:
+        """Is a segment that the index does not know ours (True) or another store's (False)? None: nobody's."""
+        if self.files[directory].read(number, 0, [page]) < PAGE:
+            return None
         try:
-            if self.files[directory].read(number, 0, [page]) < PAGE:
-                return False
             header = unpack_segment_header(page)
-        except (OSError, ProtocolError, NotOurs):
+        except ProtocolError:
+            return None
+        except NotOurs:
             return False
         return (header.store_id, header.segment) == (self._store_ids[directory], number)
 
     def _scan(self, tail: Tail, page: memoryview) -> Scanned:
-        """The newest word on each key in a part of a segment; any thread."""
-        newest: dict[bytes, tuple[Version, DiskEntry | None]] = {}
+        """What a part of a segment says of each key; any thread."""
+        words: dict[bytes, list[tuple[Version, DiskEntry | None]]] = {}
         blocks = 0
         for header in self.headers(tail.directory, tail.segment, tail.start, tail.size, page):
             blocks += 1
-            known = newest.get(header.key)
-            if known is None or header.version >= known[0]:
-                newest[header.key] = header.version, None if header.tombstone else _entry_of(tail.directory, header)
-        return tail, newest, blocks
+            word = header.version, None if header.tombstone else _entry_of(tail.directory, header)
+            words.setdefault(header.key, []).insert(0, word)
+        for said in words.values():
+            if len(said) > 1:
+                said.sort(key=lambda word: word[0], reverse=True)  # stable: of equal versions the later one
+        return tail, words, blocks
 
-    def _index_again(self, tail: Tail, newest: dict[bytes, tuple[Version, DiskEntry | None]]) -> None:
+    def _index_again(self, tail: Tail, words: dict[bytes, list[tuple[Version, DiskEntry | None]]]) -> None:
         puts: list[tuple[bytes, DiskEntry]] = []
         deletes: list[bytes] = []
-        for keys in _batches(newest, KEYS_PER_LOOKUP):
+        for keys in _batches(words, KEYS_PER_LOOKUP):
             for key, known in zip(keys, self.index.find(keys), strict=True):
-                version, entry = newest[key]
-                if known is not None and known.version > version:
-                    continue
-                if entry is None:
-                    deletes.append(key)
-                else:
-                    puts.append((key, entry))
+                said = [word for word in words[key] if known is None or word[0] >= known.version]
+                for version, entry in said:
+                    if entry is None:
+                        deletes.append(key)
+                        break
+                    # Only a block that hides another one is read: a torn one that hides nothing is a miss anyway.
+                    hides = known is not None or (version, entry) != said[-1]
+                    if not hides or self._is_whole(entry):
+                        puts.append((key, entry))
+                        break
         # Up to the file's end: what lies behind the last block is none, and need not be looked at ever again.
         self.index.apply(puts, deletes, [(tail.directory, tail.segment, tail.size)], ())
+
+
+def _disk_bytes(block: DiskBlock) -> int:
+    return PAGE + (block.payload.nbytes if block.payload is not None else 0)
 
 
 def _page(pages: memoryview, number: int, raw: bytes) -> memoryview:

@@ -30,7 +30,7 @@ from typing import Final
 from emberkv.ports import Saved, Slot
 from emberkv.storage.segment import PAGE
 from emberkv.storage.segment_store import EXTENT_BYTES, DiskBlock, Extent, Plan, SegmentStore
-from emberkv.types import Version
+from emberkv.types import NO_VERSION, Version
 
 log = logging.getLogger("emberkv.storage")
 
@@ -104,6 +104,8 @@ class WriteBehind:
         back: list[Slot] = []
         with self._work:
             for block in blocks:
+                if block.slot is None and self._versions.get(block.key, NO_VERSION) > block.version:
+                    continue  # it ends only what is older than what waits here
                 if block.slot is not None and (
                     self._dirty_bytes + block.slot.size_class > self._dirty_bytes_max or not self.is_on()
                 ):
@@ -142,6 +144,7 @@ class WriteBehind:
                 "dirty_bytes": self._dirty_bytes,
                 "queued": len(self._queue),
                 "to_forget": len(self._forgets),
+                "not_durable": len(self._versions),
                 "write_depth": self.depth,
                 "off": {str(at): reason for at, reason in self.reasons.items()},
                 "emptied_before_use": self._lost_track,
@@ -246,7 +249,8 @@ class WriteBehind:
     def _known(self, forgets: list[Saved]) -> set[bytes]:
         """Which of these keys the disk holds, or will hold after the next sync."""
         keys = [block.key for block in forgets]
-        held = {key for key, entry in zip(keys, self._store.find(keys), strict=True) if entry is not None}
+        found = zip(forgets, self._store.find(keys), strict=True)
+        held = {block.key for block, entry in found if entry is not None and entry.version <= block.version}
         return held | ({block.key for block in self._unsynced if block.slot is not None} & set(keys))
 
     def _disk_block(self, block: Saved, slot: Slot) -> DiskBlock:
